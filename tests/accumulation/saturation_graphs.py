@@ -24,8 +24,8 @@ CASES = {
     "dropping": {"micro_size": 4, "overflow": "drop_micro_batch"},
     "several batches": {"micro_size": 4, "accumulation_steps": 2},
     "loop": {},
+    "found size": {"micro_batch_size": "auto"},
 }
-FOUND_SIZE = "found size"  # its search takes as long as all other cases
 
 
 @ops.constexpr
@@ -34,7 +34,6 @@ def no():
 
 
 def compile_case(name: str) -> None:
-    options = {"micro_batch_size": "auto"} if name == FOUND_SIZE else CASES[name]
     net = nn.Dense(3, 2)
     optimizer = nn.SGD(net.trainable_params(), 0.1)
     scale = ms.Tensor(2.0)
@@ -43,7 +42,7 @@ def compile_case(name: str) -> None:
         run.scale(ms.Tensor(1.0))  # the accumulator requires scaled losses
         run(tuple(ops.ones_like(weight) for weight in net.trainable_params()))
         return
-    cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), **options)
+    cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), **CASES[name])
     TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()(ops.ones((8, 3)), ops.ones((8, 2)))
 
 

@@ -120,6 +120,7 @@ def test_compensation_keeps_what_rounding_takes(dtype):
     assert abs(accumulate(dtype, compensated=True) - TRUTH) <= 1e-6
 
 
+@pytest.mark.core(dtype="bfloat16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_negative_control_the_plain_sum_loses_every_tiny_gradient(dtype):
     assert accumulate(dtype, compensated=False) == 1.0

@@ -166,7 +166,7 @@ WAYS = {
 }
 
 
-@pytest.mark.core("graph-micro-batches", "pynative-clipped, counted", "pynative-loop")
+@pytest.mark.core("graph-micro-batches", "pynative-clipped, counted")
 @pytest.mark.parametrize(
     ("mode", "way"), [("graph", "micro-batches"), *(("pynative", way) for way in WAYS)], indirect=["mode"]
 )

@@ -103,10 +103,12 @@ MANAGERS = {
 }
 
 
+@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize(
     ("way", "kind", "mode"),
     [
         ("Model", "fixed, optimizer removes it", "graph"),
+        ("build_train_network", "fixed, optimizer removes it", "pynative"),
         ("Model", "dynamic", "pynative"),
         ("build_train_network", "fixed", "pynative"),
     ],
@@ -250,10 +252,10 @@ def test_the_scale_grows_after_a_window_of_good_updates(pynative):
 
 
 def test_set_sense_scale_reaches_the_compiled_graph():
-    step = step_of(Tensor(8.0, ms.float32))
-    assert float(step(*good())[2].asnumpy()) == 8.0
-    step.set_sense_scale(Tensor(16.0, ms.float32))
-    assert float(step(*good())[2].asnumpy()) == 16.0
+    step = reused_step()
+    for scale in (8.0, 16.0):
+        step.set_sense_scale(Tensor(scale, ms.float32))
+        assert float(step(*good())[2].asnumpy()) == scale
 
 
 def test_without_a_scale_nobody_asks(pynative):
@@ -275,14 +277,18 @@ def what_is_left(position) -> Run:
     return whole_batches([(x[WITHOUT[position]], y[WITHOUT[position]])])
 
 
+@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize(
     ("mode", "position", "scaled"),
-    [*(("graph", position, True) for position in POISONED), ("pynative", "last", False)],
+    [
+        *(("graph", position, True) for position in POISONED),
+        *(("pynative", position, position != "last") for position in POISONED),
+    ],
     indirect=["mode"],
 )
 def test_a_poisoned_micro_batch_is_left_out(position, scaled, mode):
     """The rest trains like a separate batch."""
-    step = reused_step(scaled, overflow="drop_micro_batch")
+    step = reused_step(scaled=scaled, overflow="drop_micro_batch")
     outputs = step(*poisoned(POISONED[position], float("nan")))
     left = what_is_left(position)
     after = everything(step)
@@ -319,7 +325,7 @@ def test_a_micro_batch_is_left_out_whose_loss_is_finite_and_whose_gradient_is_no
 
 
 def test_nothing_is_left_when_all_are_poisoned(pynative):
-    step = reused_step(False, overflow="drop_micro_batch")
+    step = reused_step(scaled=False, overflow="drop_micro_batch")
     before = everything(step)
     x, y = good()
     loss = step(x * float("nan"), y)
@@ -331,8 +337,8 @@ def test_nothing_is_left_when_all_are_poisoned(pynative):
             np.testing.assert_array_equal(after[name], before[name], name)
 
 
-def test_dropping_nothing_equals_the_whole_batch():
-    step = reused_step(overflow="drop_micro_batch")
+def test_dropping_nothing_equals_the_whole_batch(pynative):
+    step = reused_step(scaled=True, overflow="drop_micro_batch")
     losses = [float(step(*map(Tensor, batch))[0].asnumpy()) for batch in DATA]
     assert relative_error(np.array(losses), reference().losses) < 1e-5
     assert_state(everything(step), reference().state)

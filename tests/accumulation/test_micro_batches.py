@@ -163,7 +163,7 @@ def train(mode, network, options, lengths, inputs=OPEN):
     return [*losses, float(as_numpy(step.weights[0])), *noise], len(step.compile_cache)
 
 
-@pytest.mark.core("losses")
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", WINDOWS)
 def test_one_graph_serves_batches_of_all_lengths(window):
     """The reference is an eager step, in which every length is known: results are equal, with one compilation."""
@@ -175,6 +175,7 @@ def test_one_graph_serves_batches_of_all_lengths(window):
     assert compilations == 1
 
 
+@pytest.mark.thorough
 def test_one_input_may_be_open():
     inputs = [OPEN[0], Tensor(shape=[12], dtype=ms.float32)]
     results, compilations = train(ms.GRAPH_MODE, Line, {"micro_size": 5}, (12, 12), inputs)

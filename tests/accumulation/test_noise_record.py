@@ -211,7 +211,7 @@ def test_a_window_that_is_resumed_keeps_its_records(pynative, tmp_path):
     np.testing.assert_allclose(noise_of(later), noise_by_hand([[y[:4]], [y[8:11]]], [y]), rtol=1e-5)
 
 
-@pytest.mark.core("mean")
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("gradients_mean", [True, False], ids=["mean", "sum"])
 def test_records_of_two_ranks(gradients_mean, rank_pair, tmp_path):

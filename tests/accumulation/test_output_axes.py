@@ -68,6 +68,7 @@ def step_of(network, **options):
     return make_step(network, **{"aux": True, "split": EvenSplit(axis=(1, 0)), **options})
 
 
+@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize(
     ("samples", "kind", "mode"), [(4, Recurrent, "pynative"), (7, Drawing, "graph")], indirect=["mode"]
 )

@@ -172,7 +172,8 @@ def test_after_a_loss_scale_and_of_what_is_dropped(pynative):
     assert int(step.dropped_micro_batches.asnumpy()) == 1
 
 
-def test_scalars_alone():
+@pytest.mark.core(mode="pynative")
+def test_scalars_alone(mode):
     """Scalars have one shape and are in the loop with the sums: floats and integers become float32 means."""
     x, mask = batch([1] * 7)
     loss, twice, positive, thrice = step_of(Returning("scalars"), aux=True, micro_size=3)(x, mask)
@@ -188,6 +189,7 @@ def test_rows_of_another_dtype_and_of_more_axes(pynative):
         np.testing.assert_allclose(as_numpy(rows), x.asnumpy() @ START - 1, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.thorough
 def test_in_a_graph_for_all_lengths():
     step = step_of(WithOutputs(), aux=True, micro_size=3)
     step.set_inputs(Tensor(shape=[None, 4], dtype=ms.float32), Tensor(shape=[None], dtype=ms.float32))

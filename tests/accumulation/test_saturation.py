@@ -3,10 +3,12 @@ with a simulated flag (saturating.py). Not run on hardware."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import mindspore as ms
@@ -16,7 +18,7 @@ from mindspore import nn, ops
 
 from gaccum_ms import GradAccumulator, backend
 from gaccum_ms.accumulation import saturation
-from tests.accumulation.saturation_graphs import CASES, FOUND_SIZE
+from tests.accumulation.saturation_graphs import CASES
 from tests.support import paths
 from tests.support.reference import make_step
 from tests.support.saturating import Saturating, batch, device_that_saturates, register, yes
@@ -55,7 +57,7 @@ def test_which_devices_saturate(monkeypatch, ascend, is_910a, is_910b, variable,
 # -- the graphs that are built -----------------------------------------------------------------------------------------
 
 
-def graphs_of(out: Path, *names: str) -> dict[str, str]:
+def graphs_of(out: Path, names: tuple[str, ...]) -> dict[str, str]:
     """The finished graph of each case."""
     env = {**os.environ, "PYTHONPATH": paths.python_path(), "GLOG_v": "3"}
     env |= {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_DUMP_IR_PASSES": "validate"}
@@ -69,8 +71,11 @@ def graphs_of(out: Path, *names: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory) -> dict[str, str]:
-    return graphs_of(tmp_path_factory.mktemp("graphs"), *CASES)
+def graph(tmp_path_factory) -> Callable[[str], str]:
+    """A function of a case: its finished graph. A process compiles the cases of the quick tests, or all others."""
+    compiled = functools.cache(lambda names: graphs_of(tmp_path_factory.mktemp("graphs"), names))
+    others = tuple(name for name in CASES if name not in QUICK)
+    return lambda name: compiled(QUICK if name in QUICK else others)[name]
 
 
 class Entry:
@@ -95,14 +100,16 @@ class Entry:
         return waited
 
 
+QUICK = ("clipping", "several batches")
 CLEAR, GET = r"PrimFunc_NPUClearFloatStatusV2\(", r"PrimFunc_NPUGetFloatStatusV2\("
 LOOP = r"call @\S*add_up"
 
 
+@pytest.mark.core("clipping")
 @pytest.mark.parametrize("name", ["clipping", "dropping"])
-def test_the_flag_is_cleared_before_the_loop_and_read_before_the_update(graphs, name):
+def test_the_flag_is_cleared_before_the_loop_and_read_before_the_update(graph, name):
     """A finite norm proves nothing here: with clipping, the flag is read too."""
-    entry = Entry(graphs[name])
+    entry = Entry(graph(name))
     (clear,), (get,) = entry.named(CLEAR), entry.named(GET)
     loops = entry.named(LOOP)
     assert loops
@@ -113,28 +120,29 @@ def test_the_flag_is_cleared_before_the_loop_and_read_before_the_update(graphs, 
 
 
 @pytest.mark.thorough
-def test_where_a_size_is_found_the_batchs_own_graph_clears_the_flag(tmp_path):
+def test_where_a_size_is_found_the_batchs_own_graph_clears_the_flag(graph):
     """The flag is read in the other graph, which ends the window."""
-    graph = graphs_of(tmp_path, FOUND_SIZE)[FOUND_SIZE]
-    entry = Entry(graph)
+    entry = Entry(graph("found size"))
     (clear,) = entry.named(CLEAR)
     loops = entry.named(LOOP)
     assert loops
     assert all(clear in entry.before(loop) for loop in loops)
-    assert not re.search(GET, graph)
+    assert not re.search(GET, graph("found size"))
 
 
-def test_micro_batches_are_looked_at_by_the_flag_too(graphs):
+@pytest.mark.thorough
+def test_micro_batches_are_looked_at_by_the_flag_too(graph):
     """`amp.all_finite` of MindSpore reads it in the loop, besides the reading at the end."""
-    assert len(re.findall(GET, graphs["dropping"])) == 2
-    assert len(re.findall(CLEAR, graphs["dropping"])) == 2
+    assert len(re.findall(GET, graph("dropping"))) == 2
+    assert len(re.findall(CLEAR, graph("dropping"))) == 2
 
 
+@pytest.mark.core("several batches")
 @pytest.mark.parametrize("name", ["several batches", "loop"])
-def test_an_open_window_keeps_what_each_batch_found(graphs, name):
+def test_an_open_window_keeps_what_each_batch_found(graph, name):
     """It is read once after each batch and once at the window's end; in a hand-written loop, it is cleared at the
     call's end."""
-    text, entry = graphs[name], Entry(graphs[name])
+    text, entry = graph(name), Entry(graph(name))
     assert len(re.findall(GET, text)) == 2
     assert len(re.findall(CLEAR, text)) == 1
     (clear,) = entry.named(CLEAR)

@@ -137,6 +137,7 @@ def assert_same(run, expected, tolerance=1e-5):
 # -- equivalence -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core("graph", "ragged", "counted, clipped", "compensated")
 @pytest.mark.parametrize(
     ("mode", "problem", "sizes", "options"),
     [
@@ -148,6 +149,7 @@ def assert_same(run, expected, tolerance=1e-5):
         ("pynative", Problem("adam_weight_decay"), RAGGED, {"accumulators": Accumulators(compensated=True)}),
     ],
     indirect=["mode"],
+    ids=["graph", "graph, counted", "ragged", "counted, clipped", "jit", "compensated"],
 )
 def test_batches_that_share_an_update_equal_the_joined_batch(mode, problem, sizes, options):
     """Window losses, weights and optimizer state, over two updates."""
@@ -329,7 +331,8 @@ def assert_one_good_window(step):
     assert_same((losses, trained(step)), reference(PLAIN, EQUAL[:STEPS], (STEPS,)))
 
 
-def test_an_overflow_in_any_batch_drops_its_whole_window_exactly():
+@pytest.mark.core(mode="pynative")
+def test_an_overflow_in_any_batch_drops_its_whole_window_exactly(mode):
     """The scale is halved once, at the window's end. The good windows train as if the others did not exist."""
     step = reused_step(PLAIN, scaled=True)
     scale = 2.0**10
@@ -355,7 +358,7 @@ def test_an_overflow_in_any_batch_drops_its_whole_window_exactly():
     assert_same((losses, trained(step)), (losses, state))
 
 
-def test_a_scale_set_in_mid_window_changes_no_update():
+def test_a_scale_set_in_mid_window_changes_no_update(pynative):
     step = reused_step(PLAIN, scaled=True)
     for scale, batch in zip((8.0, 2.0**12, 0.25), GOOD, strict=True):
         step.set_sense_scale(Tensor(scale, ms.float32))
@@ -366,7 +369,8 @@ def test_a_scale_set_in_mid_window_changes_no_update():
 # -- batches that fail -------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_count_leaves_its_batch_out_and_the_window_goes_on():
+@pytest.mark.core(mode="pynative")
+def test_a_bad_count_leaves_its_batch_out_and_the_window_goes_on(mode):
     """The bad batch is first, in the middle or last in the window: the other two batches make the update."""
     step = reused_step(MASKED)
     good = data_of(True, EQUAL)
@@ -445,6 +449,7 @@ class SparseLoss(nn.Cell):
         return self.loss(self.network(x), y)
 
 
+@pytest.mark.thorough
 def test_a_label_that_fails_inside_the_compiled_step_drops_the_window():
     """MindSpore refuses to run a graph that has failed, so there is no next window to check."""
     step = make_step(SparseLoss(), micro_size=2, accumulation_steps=3)

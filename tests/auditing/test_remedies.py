@@ -129,7 +129,7 @@ COUNTED = {
 }
 
 
-@pytest.mark.core("class weights", "counted labels", "shifted", "ignored")
+@pytest.mark.core("class weights", "shifted", "ignored")
 @pytest.mark.parametrize("kind", COUNTED)
 def test_names_the_count(kind, pynative):
     make, batch, options, remedy = COUNTED[kind]
@@ -393,7 +393,7 @@ class OnlyLoss(nn.Cell):
 # -- no false alarm ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core("embedding")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["conv", "batchnorm_eval", "embedding"])
 def test_the_networks_of_the_equivalence_tests_pass(kind, pynative):
     network = nn.WithLossCell(make_network(kind), nn.CrossEntropyLoss())
@@ -402,7 +402,7 @@ def test_the_networks_of_the_equivalence_tests_pass(kind, pynative):
     assert report.ok, report
 
 
-@pytest.mark.core("recompute")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", LAYERS)
 def test_other_kinds_of_networks_pass(kind, pynative):
     assert report_of(Network(LAYERS[kind]), *DATA[0]).ok

@@ -115,6 +115,7 @@ def losses(call, batches):
     return [float(train(x, y)) for x, y in batches]
 
 
+@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize(("call", "mode"), [(in_jit, "pynative"), (Outer, "graph")], indirect=["mode"])
 def test_a_step_within_a_graph_trains_on_the_views_of_each_call(call, mode):
     """MindSpore's loop reads a view of a later call where that of the first call was."""

@@ -59,7 +59,7 @@ def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, tmp_path):
     """A batch of 8 samples grows to about 40, by doubling; the final number of batches is within the tolerance of 5."""
     callback = AdaptiveAccumulation(learning_rate=rule, smoothing=0.999, json_lines=tmp_path / "log" / "steps.jsonl")
     monitor = WindowMonitor()
-    step = fit(callback, samples=2000, callbacks=[monitor])
+    step = fit(callback, samples=1200, callbacks=[monitor])
     steps = steps_of(callback)
     assert steps[:2] == [2, 4]
     assert 5 / 1.5 < steps[-1] < 5 * 1.5

@@ -63,12 +63,11 @@ def adascale(windows, smoothing, schedule=lambda steps: 1.0, rate=RATE):
 
 
 @pytest.mark.parametrize(
-    ("mode", "options", "batch", "smoothing"),
-    [("pynative", {}, 8, None), ("graph", {"accumulation_steps": 2, "micro_size": 2}, 4, 0.5)],
-    indirect=["mode"],
+    ("options", "batch", "smoothing"),
+    [({}, 8, None), ({"accumulation_steps": 2, "micro_size": 2}, 4, 0.5)],
     ids=["micro-batches", "spanning"],
 )
-def test_rates_follow_the_paper(mode, options, batch, smoothing):
+def test_rates_follow_the_paper(options, batch, smoothing, pynative):
     y = 3 * targets(48)  # noisy enough for an estimate from each window
     callback = AdaScale(smoothing=smoothing)
     step = fit(y, batch, callback, **options)

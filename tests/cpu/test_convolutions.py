@@ -158,6 +158,7 @@ def test_what_does_not_convolve_is_not_taken_for_it(network):
     assert not convolves(OTHERS[network]())
 
 
+@pytest.mark.core("mobilenet_v2_035_128")
 @pytest.mark.parametrize("name", ["mobilenet_v2_035_128", "resnet18"])
 def test_mindcvs_networks_convolve(name):
     mindcv = pytest.importorskip("mindcv", reason="mindcv is in the extra 'test'", exc_type=ImportError)

@@ -6,11 +6,13 @@ The cases are in instructions_worker.py, in processes without a limit. They need
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ LIMIT = (
 )
 LEAVE = "build_steps_that_do_not_convolve"
 TOO_LATE = "build_two_steps_too_late"
+QUICK = ("train", "build_an_accumulator", "tune_for_a_network_that_convolves", LEAVE, TOO_LATE)
 
 with_avx512 = pytest.mark.skipif(
     not has_avx512() or is_onednn_2(), reason="no AVX-512, or MindSpore before 2.9: there is nothing to limit"
@@ -54,16 +57,20 @@ def run(out: Path, *cases: str, **variables: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """All cases, in an environment without the variable."""
-    return run(tmp_path_factory.mktemp("bare"), *LIMIT, LEAVE, TOO_LATE)
+def bare(tmp_path_factory) -> Callable[[str], dict[str, Any]]:
+    """A function of a case, in an environment without the variable. A process runs the cases of the quick tests, or all
+    others."""
+    finished = functools.cache(lambda cases: run(tmp_path_factory.mktemp("bare"), *cases))
+    others = tuple(case for case in LIMIT if case not in QUICK)
+    return lambda case: finished(QUICK if case in QUICK else others)[case]
 
 
 @with_avx512
+@pytest.mark.core(case=list(QUICK))
 @pytest.mark.parametrize("case", LIMIT)
 def test_a_network_that_convolves_is_kept_from_avx512_and_one_line_says_so(bare, case):
     """The variable is set for the processes that this one starts."""
-    found = bare[case]
+    found = bare(case)
     assert (found["avx512"], found["variable"], found["warnings"]) == (False, "AVX2", [])
     lines = [line for line in found["printed"].splitlines() if VARIABLE in line]
     assert len(lines) == 1, lines
@@ -78,17 +85,18 @@ def convolution_kernels(printed: str) -> set[str]:
 
 
 @with_avx512
+@pytest.mark.core("train")
 @pytest.mark.parametrize("case", TRAIN)
 def test_no_convolution_runs_by_the_reference_kernel(bare, case):
     """oneDNN's own record lists the kernels that ran."""
-    kernels = convolution_kernels(bare[case]["printed"])
+    kernels = convolution_kernels(bare(case)["printed"])
     assert kernels
     assert not any("ref" in kernel for kernel in kernels), kernels
 
 
 @with_avx512
 def test_a_network_that_does_not_convolve_is_left_alone(bare):
-    found = bare[LEAVE]
+    found = bare(LEAVE)
     assert (found["avx512"], found["variable"], found["warnings"]) == (True, None, [])
     assert VARIABLE not in found["printed"]
 
@@ -96,7 +104,7 @@ def test_a_network_that_does_not_convolve_is_left_alone(bare):
 @with_avx512
 def test_where_a_kernel_has_run_one_warning_says_what_to_do(bare):
     """Two steps are built. The variable stays unset, because it would not be this process's limit."""
-    found = bare[TOO_LATE]
+    found = bare(TOO_LATE)
     assert (found["avx512"], found["variable"]) == (True, None)
     (warning,) = found["warnings"]
     assert "can no longer be set: a kernel has run in this process already" in warning
@@ -106,10 +114,10 @@ def test_where_a_kernel_has_run_one_warning_says_what_to_do(bare):
 @with_avx512
 def test_what_the_environment_says_stays(tmp_path):
     """With ALL, convolutions run by the reference kernel. If that changes, the limit is no longer needed."""
-    for case, found in run(tmp_path, "train", "tune", TOO_LATE, **{VARIABLE: "ALL"}).items():
+    for case, found in run(tmp_path, TRAIN[1], "tune", TOO_LATE, **{VARIABLE: "ALL"}).items():
         assert (found["avx512"], found["variable"], found["warnings"]) == (True, "ALL", []), case
         assert "gaccum_ms limits" not in found["printed"], case
-    printed = (tmp_path / "train.txt").read_text()
+    printed = (tmp_path / f"{TRAIN[1]}.txt").read_text()
     assert any("ref" in kernel for kernel in convolution_kernels(printed)), printed
 
 

@@ -7,7 +7,6 @@ import os
 import pytest
 
 from gaccum_ms import tune_cpu
-from tests.support.programs import Programs
 
 # This counts the threads after a graph has run, by MindSpore's names.
 _COUNT = """
@@ -28,12 +27,6 @@ print(*threads, ds.config.get_num_parallel_workers(), sum("ActorThread" in n for
       sum("KernelThread" in n for n in names))
 """
 _NETWORK = "from mindspore import nn\nnet = nn.Dense(1, 1)\n"
-
-
-@pytest.fixture(scope="module")
-def programs():
-    with Programs() as programs:
-        yield programs
 
 
 @pytest.fixture

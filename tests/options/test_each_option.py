@@ -248,7 +248,7 @@ def test_the_page_has_both_tables():
 # -- each pair ---------------------------------------------------------------------------------------------------------
 
 ROWS = 5  # of a batch: three and two in two micro-batches
-PARTS = 10  # of the trainings below
+PARTS = 20  # of the trainings below
 
 
 def count(x, y):

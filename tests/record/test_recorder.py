@@ -240,9 +240,7 @@ EACH_KIND = {
     "dropped, counts": oracle.case(
         oracle.Masked, "jit", [(2, 1)], micro_size=2, count=CountMask(), overflow="drop_micro_batch", max_grad_norm=0.2
     ),
-    "spanning": oracle.case(
-        mode="graph", poisoned=[(1, 1)], micro_size=2, accumulation_steps=2, scale=1024.0, flushes=True
-    ),
+    "spanning": oracle.case(poisoned=[(1, 1)], micro_size=2, accumulation_steps=2, scale=1024.0, flushes=True),
     "spanning counts": oracle.case(
         oracle.Masked, micro_size=2, accumulation_steps=2, count=CountMask(), max_grad_norm=0.2, flushes=True
     ),
@@ -268,10 +266,9 @@ EACH_KIND = {
 
 
 @pytest.mark.parametrize("kind", EACH_KIND)
-def test_every_field_is_the_oracles(kind):
+def test_every_field_is_the_oracles(kind, pynative):
     case = EACH_KIND[kind]
-    ms.set_context(mode=ms.GRAPH_MODE if case.mode == "graph" else ms.PYNATIVE_MODE)
-    sizes = (5, 6, 4) if case.mode == "pynative" else (5, 5, 5)  # a graph is compiled for each size
+    sizes = (5, 6, 4) if case.mode == "pynative" else (5, 5, 5)  # one graph
     batches = case.batches(sizes)
     monitor, model = WindowMonitor(), case.make_model()
     data = GeneratorDataset(batches, ["x", "y", "mask"][: len(batches[0])], shuffle=False)

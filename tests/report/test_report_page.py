@@ -281,6 +281,7 @@ def test_a_page_is_written_anew_beside_the_record_by_default(record, capsys):
     assert command.main([str(path), "-o", os.devnull]) == 0
 
 
+@pytest.mark.thorough
 def test_a_long_training_is_a_small_page(record):
     """The only peak of 50,000 windows is drawn."""
     lines = [line(n, loss=100.0 if n == 31_234 else 1 + math.sin(n) / 2) for n in range(1, 50_001)]

@@ -27,8 +27,9 @@ from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.training.found_tokens import FoundTokens
-from tests.splitting.test_max_tokens import DATA, IGNORED, LENGTH, Causal, max_tokens, run, step_of, whole_step
+from tests.splitting.test_max_tokens import DATA, IGNORED, LENGTH, Causal, batch, max_tokens, run, step_of, whole_step
 from tests.support.alone import alone
+from tests.support.modes import eagerly
 from tests.support.reference import Outer, as_numpy, make_step, relative_error
 from tests.training.test_auto_size import says_assert_failed, state
 
@@ -117,28 +118,36 @@ def tried(monkeypatch):
     return sizes
 
 
-def test_finds_the_number_that_fits_on_all_widths_once(tried):
-    """At width 24, four rows would fit, which are 96 tokens; but at width 12, 96 tokens are eight rows."""
-    network = Limited(rows=5)
-    split = max_tokens(max_tokens=AutoSize(PLENTY), widths=(12, LENGTH))
-    step = step_of(split, network)
+@pytest.mark.core("one width")
+@pytest.mark.parametrize(
+    ("widths", "rows", "samples", "sizes"),
+    [((LENGTH,), 1, 2, [2, 1]), ((12, LENGTH), 5, 20, [4, 2, 3])],
+    ids=["one width", "two widths"],
+)
+def test_finds_the_number_that_fits_on_all_widths_once(widths, rows, samples, sizes, tried):
+    """Of 20 samples, four rows of width 24 would fit, which are 96 tokens; but at width 12, these are eight rows."""
+    data = [batch(seed, samples) for seed in range(3)]
+    split = max_tokens(max_tokens=AutoSize(PLENTY), widths=widths)
+    step = step_of(split, Limited(rows=rows))
     assert split.max_tokens is None
-    losses = run(step, DATA[:1])
-    assert split.max_tokens == 2 * LENGTH
-    assert tried == [4, 2, 3]
-    losses += run(step, DATA[1:3])
-    assert len(step._runner._split._graph.compile_cache) == 2
-    assert tried == [4, 2, 3]
-    ms.set_context(mode=ms.PYNATIVE_MODE)  # compiles nothing for the reference and the other search
-    whole = whole_step()
-    np.testing.assert_allclose(losses, run(whole, DATA[:3]), rtol=1e-5)
+    losses = run(step, data)
+    assert split.max_tokens == sizes[-1 if samples == 2 else 1] * LENGTH
+    assert tried == sizes
+    assert len(step._runner._split._graph.compile_cache) == len(widths)
+    with eagerly():
+        whole = whole_step()
+        np.testing.assert_allclose(losses, run(whole, data), rtol=1e-5)
     assert_alike(step, whole, 1e-5)
-    # Also for a cell that has a number, which is ignored.
+
+
+def test_the_search_alone_ignores_the_cells_own_number_and_changes_nothing(tried, pynative):
+    network = Limited(rows=5)
     cell = GradAccumulationCell(network, split=max_tokens(widths=(12, LENGTH)), count=CountNotIgnored(IGNORED))
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     before = [as_numpy(one) for one in network.get_parameters()]
     assert find_micro_batch_size(cell, optimizer, tuple(map(Tensor, DATA[0])), PLENTY) == 2 * LENGTH
-    assert cell.split.max_tokens == 48, "changed by nobody"
+    assert tried == [4, 2, 3]
+    assert cell.split.max_tokens == 48
     assert cell.split.plan is None
     for one, value in zip(network.get_parameters(), before, strict=True):
         np.testing.assert_array_equal(as_numpy(one), value)
@@ -210,31 +219,16 @@ def test_the_worst_case_is_a_full_micro_batch_of_each_width():
 # -- when memory runs out in training ----------------------------------------------------------------------------------
 
 
-class States(list):
-    """The states of a step, each time before it halves."""
-
-    step = None
-
-    def note(self):
-        self.append((state(self.step), ms.get_rng_state().asnumpy().copy()))
-
-
-@pytest.fixture
-def restored(monkeypatch):
-    states, shrink = States(), FoundTokens._shrink
+def fail_in_the_second_batch(monkeypatch, options):
+    """Fails twice, in the last micro-batch. What the batch has changed is restored each time, bit for bit."""
+    network, step = auto_step(96, widths=1, **options)
+    restored, shrink = [], FoundTokens._shrink
 
     def note_and_shrink(self, *arguments):
-        states.note()
+        restored.append((state(step), ms.get_rng_state().asnumpy().copy()))
         return shrink(self, *arguments)
 
     monkeypatch.setattr(FoundTokens, "_shrink", note_and_shrink)
-    return states
-
-
-def fail_in_the_second_batch(restored, options):
-    """Fails twice, in the last micro-batch. What the batch has changed is restored each time, bit for bit."""
-    network, step = auto_step(96, widths=1, **options)
-    restored.step = step
     losses = run(step, MARKED[:1])
     graph = weakref.ref(step._runner._split._graph)
     network.set_largest(30)
@@ -259,11 +253,11 @@ def fail_in_the_second_batch(restored, options):
 
 
 @pytest.mark.thorough
-def test_halves_and_goes_on(restored, pynative):
+def test_halves_and_goes_on(monkeypatch, pynative):
     """Weights, optimizer state, the accumulators with the window's first batch and their compensations, the network's
     state, the window's position and sums, and the default generator are restored. No batch is lost or counted twice."""
     options = {"accumulation_steps": 2, "accumulators": Accumulators(compensated=True)}
-    step, losses = fail_in_the_second_batch(restored, options)
+    step, losses = fail_in_the_second_batch(monkeypatch, options)
     split = step.options.split
     assert split.max_tokens == split.plan.max_tokens == 24
     losses += run(step, MARKED[2:4])
@@ -276,11 +270,11 @@ def test_halves_and_goes_on(restored, pynative):
 
 
 @pytest.mark.thorough
-def test_something_changes_where_it_is_not_put_back(restored, monkeypatch, pynative):
+def test_something_changes_where_it_is_not_put_back(monkeypatch, pynative):
     """The control."""
     monkeypatch.setattr(Snapshot, "restore", lambda self: None)
     with pytest.raises(AssertionError, match=r"times|window_|accu"):
-        fail_in_the_second_batch(restored, {"accumulation_steps": 4})
+        fail_in_the_second_batch(monkeypatch, {"accumulation_steps": 4})
 
 
 @pytest.mark.thorough
