@@ -9,7 +9,6 @@ from mindspore import Tensor, nn, ops
 
 from gaccum_ms import Accumulators
 from gaccum_ms.accumulation import accumulators
-from gaccum_ms.backend import parameters
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
 from tests.support.reference import Regression, as_numpy, make_network, make_step, relative_error
 
@@ -57,28 +56,6 @@ def test_training_with_the_weights_own_dtype(pynative):
         weights.append(as_numpy(step.weights[0]))
     start = as_numpy(make_network("dense", ms.float16).hidden.weight)
     assert relative_error(weights[1], weights[0]) < 4e-3 < relative_error(weights[0], start)
-
-
-def test_a_compensation_for_each_accumulator_and_none_unasked():
-    names = [p.name for p in step_of(accumulators=Accumulators(compensated=True)).get_parameters()]
-    plain = step_of()
-    assert [name for name in names if name.startswith("accu_compensation.")] == [
-        "accu_compensation." + weight.name for weight in plain.weights
-    ]
-    assert not any(p.name.startswith("accu_compensation.") for p in plain.get_parameters())
-
-
-def test_overwriting_where_a_gradient_that_raised_left_the_tape_open(pynative):
-    """PyNative then forbids in-place writes to a weight, which bfloat16 needs, because it has no Assign."""
-
-    def raises(x):
-        raise KeyboardInterrupt
-
-    weight = ms.Parameter(Tensor([1.0, 2.0], ms.bfloat16), name="weight")
-    with pytest.raises(KeyboardInterrupt):
-        ms.value_and_grad(raises, None, (weight,))(Tensor(1.0))
-    parameters.overwrite(weight, Tensor([0.0, 0.0], ms.bfloat16))
-    assert not as_numpy(weight).any()
 
 
 class Chosen(nn.Cell):
@@ -167,15 +144,6 @@ class OwnLookup(nn.Cell):
         return self.gather(self.table, tokens, 0)
 
 
-class LookupInside(nn.Cell):
-    """A layer in a container that MindSpore does not search for cells."""
-
-    def __init__(self, container):
-        super().__init__()
-        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
-        self.layers = container([nn.EmbeddingLookup(9, 4, sparse=True)])
-
-
 class MadeInMethod(nn.Cell):
     """Makes the primitive in a method that `construct` calls."""
 
@@ -194,8 +162,6 @@ SPARSE = {
     "lookup": lambda: nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=True),
     "fields": lambda: nn.MultiFieldEmbeddingLookup(9, 4, 2),
     "attribute": OwnLookup,
-    "lookup in a tuple": lambda: LookupInside(tuple),
-    "lookup in a dict": lambda: LookupInside(lambda layers: dict(enumerate(layers))),
     "made in a method": MadeInMethod,
 }
 
@@ -252,27 +218,3 @@ def test_dense_embeddings_are_not_refused(pynative):
     step(Tensor([[1, 2], [2, 5]], ms.int32))
     change = before - as_numpy(network.layer.embedding_table)
     np.testing.assert_allclose(change.sum(axis=1), np.array([0, 1, 2, 0, 0, 1, 0, 0, 0]) / 4, atol=1e-6)
-
-
-class Writing(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.written = ms.Parameter(Tensor([1.0], ms.bfloat16), name="written", requires_grad=False)
-
-    def construct(self, value):
-        return parameters.write(self.written, value)
-
-
-@ops.constexpr
-def on_another_device():
-    return False
-
-
-def test_bfloat16_is_copied_on_cpu_and_assigned_elsewhere(monkeypatch):
-    """MindSpore's CPU back end has no bfloat16 Assign, as its error shows here; the GPU's has it, but no such copy."""
-    cell, value = Writing(), Tensor([2.5], ms.bfloat16)
-    cell(value)
-    assert as_numpy(cell.written) == [2.5]
-    monkeypatch.setattr(parameters, "on_cpu", on_another_device)
-    with pytest.raises(TypeError, match=r"Select CPU operator\[Assign\] fail"):
-        Writing()(value)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import GradAccumulationCell, GradAccumulator
+from gaccum_ms import GradAccumulationCell
 from tests.support.modes import eagerly
 from tests.support.reference import FEATURES, Regression, accumulated, as_numpy, make_step, relative_error
 
@@ -137,23 +137,6 @@ def whole_batches():
     return weights_after(nn.TrainOneStepCell, *LAYERS.values())
 
 
-def in_a_loop(network, optimizer):
-    """A hand-written loop, over two parts of each batch."""
-    accumulator = GradAccumulator(optimizer, 2)
-    value_and_grad = ms.value_and_grad(network, None, optimizer.parameters)
-
-    def step(x, y):
-        total = 0.0
-        for part in (slice(0, 3), slice(3, 7)):
-            loss, gradients = value_and_grad(x[part].copy(), y[part].copy())
-            count = part.stop - part.start
-            accumulator(gradients, count=count)
-            total = total + loss * count / 7
-        return total
-
-    return step
-
-
 def samples(x, y):
     return x.shape[0]
 
@@ -162,7 +145,6 @@ WAYS = {
     "micro-batches": accumulated(micro_size=3),
     "jit": accumulated(micro_size=3, jit=True),
     "clipped, counted": accumulated(micro_batch_size=2, max_grad_norm=1e9, count=samples),
-    "loop": in_a_loop,
 }
 
 

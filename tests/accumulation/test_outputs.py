@@ -202,15 +202,6 @@ def test_in_a_graph_for_all_lengths():
     assert len(step.compile_cache) == 1
 
 
-def test_with_the_noise_recorded(pynative):
-    step, plain = (steps(aux=aux, micro_size=4, record_noise=True) for aux in (True, False))
-    x, mask = batch(MASK)
-    _, *rows, _ = step(x, mask)
-    plain(x, mask)
-    check_rows(rows, x)
-    np.testing.assert_array_equal(step.noise_sums.asnumpy(), plain.noise_sums.asnumpy())
-
-
 @pytest.mark.parametrize(
     ("kind", "mode", "error", "got"),
     [

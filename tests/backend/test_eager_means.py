@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
+from gaccum_ms import GradAccumulationCell, audit
 from gaccum_ms.backend import pynative_executor
 from gaccum_ms.backend.eager_means import mean_of_elements
+from tests.support.reference import make_step
 
 ONES = Tensor(np.ones(2, np.float32))
 LOSSES = {
@@ -70,11 +71,8 @@ def test_an_update_is_the_whole_batchs(name, options):
     """After a gradient of another size, with 4 + 4 + 2 samples, with all, and with one in each."""
     network = Network(LOSSES[name])
     of_mindspore(network, 7)
-    reduction = "sum" if name == "sum" else "mean"
-    cell = GradAccumulationCell(network, **options, reduction=reduction)
     before, expected = network.dense.weight.asnumpy().copy(), gradient(network, X, Y, name)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1)).set_train()
-    step(Tensor(X), Tensor(Y))
+    make_step(network, **options, reduction="sum" if name == "sum" else "mean")(Tensor(X), Tensor(Y))
     np.testing.assert_allclose(before - network.dense.weight.asnumpy(), 0.1 * expected, rtol=1e-4, atol=1e-6)
 
 

@@ -52,14 +52,6 @@ def test_leaves_out_what_it_is_told_to():
     np.testing.assert_array_equal(net.norm.moving_mean.asnumpy(), 0.0)
 
 
-def test_keeps_copies_not_views():
-    """Later writes into a Parameter must not change the copy."""
-    parameter = ms.Parameter(Tensor(np.zeros(3), ms.float32))
-    value = as_numpy(parameter)
-    overwrite(parameter, Tensor(np.ones(3), ms.float32))
-    np.testing.assert_array_equal(value, 0.0)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_puts_back_each_cells_flags_and_the_generator(training):
     """Each cell gets its own flags back: a BatchNorm that is kept out of training must stay so."""

@@ -8,19 +8,11 @@ import re
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import (
-    AdaptiveAccumulation,
-    FlushAccumulation,
-    GradAccumulationCell,
-    TrainOneStepWithGradAccumulationCell,
-    WindowMonitor,
-    resume,
-)
+from gaccum_ms import AdaptiveAccumulation, FlushAccumulation, WindowMonitor, resume
 from gaccum_ms.learning_rate import current_learning_rate
-from tests.accumulation.test_noise_record import Quadratic
+from tests.accumulation import test_noise_record
 from tests.callbacks.test_noise_scale import known_noise
 from tests.support.reuse import Reused
 from tests.support.two_ranks import case
@@ -30,8 +22,7 @@ RATE = 1e-6  # so small that the weights, and the noise scale of 40, hardly chan
 
 def make_step(rate=RATE, **options):
     _, weight = known_noise(1)
-    cell = GradAccumulationCell(Quadratic(weight), **{"record_noise": True, "micro_size": 4, **options})
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), rate))
+    return test_noise_record.make_step(rate, weight=weight, **{"micro_size": 4, **options})
 
 
 @Reused

@@ -10,15 +10,9 @@ import pytest
 from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import (
-    AdaScale,
-    FlushAccumulation,
-    GradAccumulationCell,
-    TrainOneStepWithGradAccumulationCell,
-    resume,
-)
+from gaccum_ms import AdaScale, FlushAccumulation, resume
 from gaccum_ms.learning_rate import current_learning_rate
-from tests.accumulation.test_noise_record import Quadratic, targets
+from tests.accumulation.test_noise_record import make_step, targets
 from tests.support.reference import as_numpy
 
 START = np.array([1.0, -0.5, 2.0], np.float32)
@@ -26,9 +20,7 @@ RATE = 0.05
 
 
 def make_model(rate=RATE, **options):
-    cell = GradAccumulationCell(Quadratic(START), **{"record_noise": True, "micro_size": 4, **options})
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), rate))
-    return ms.Model(step)
+    return ms.Model(make_step(rate, weight=START, **{"micro_size": 4, **options}))
 
 
 def fit(y, batch, callback, epochs=1, model=None, callbacks=(), **options):

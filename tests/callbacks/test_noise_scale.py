@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 
@@ -67,6 +66,7 @@ def advice(scale, batch):
     noise.estimate.add(WindowNoise(1 + scale, 1, 1 + scale / 2, 2), 0.5)  # |G|^2 = 1, and tr Sigma is the scale
     noise.records.append(ScaleRecord(1, batch, scale))
     assert noise.noise_scale == pytest.approx(scale)
+    assert noise.advice.isascii(), "another character may raise at the end of the training, when it is printed"
     return noise.advice
 
 
@@ -79,14 +79,6 @@ def test_the_advice_is_one_line():
     assert advice(200, 256) == "batch 256 is near the critical size 200: keep it"
     assert advice(0, 256) == "batch 256 has no noise that can be told: a smaller one learns as much from each update"
     assert GradNoiseScale().advice.startswith("the gradient noise is not known")
-
-
-def test_the_advice_survives_any_encoding():
-    """With Python's own way to print: a character that the encoding lacks would raise at the end of the training."""
-    for scale, batch in ((1600, 256), (1583, 1000), (80, 256), (200, 256), (0, 256)):
-        stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-        print(advice(scale, batch), file=stream, flush=True)
-        assert stream.buffer.getvalue()
 
 
 def test_one_micro_batch_tells_nothing(pynative, capsys):

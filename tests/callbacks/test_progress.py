@@ -21,6 +21,7 @@ from mindspore.train import Callback, LossMonitor, RunContext
 from mindspore.train.callback import _InternalCallbackParam
 
 from gaccum_ms import FlushAccumulation, ProgressBar
+from tests.accumulation.test_windows import Evaluation
 from tests.support import reference
 from tests.support.reference import Line
 from tests.support.reuse import Reused
@@ -120,15 +121,6 @@ def screen(written):
             text = part + text[len(part) :]
         lines.append(text.rstrip())
     return lines
-
-
-class Evaluation(nn.Cell):
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def construct(self, x, y):
-        return self.network(x, y), x, y
 
 
 class Print(Callback):

@@ -11,8 +11,8 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from gaccum_ms import FlushAccumulation, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, scale_learning_rate
-from tests.support.reference import Line, as_numpy
+from gaccum_ms import FlushAccumulation, scale_learning_rate
+from tests.support.reference import Line, as_numpy, make_step
 
 pytestmark = pytest.mark.usefixtures("pynative")  # rates are compared before anything is compiled
 
@@ -38,9 +38,7 @@ def data():
 
 
 def step_of(rate, steps=STEPS, optimizer=nn.SGD):
-    network = Line(1.0)
-    cell = GradAccumulationCell(network, 2, accumulation_steps=steps)
-    return TrainOneStepWithGradAccumulationCell(cell, optimizer(network.trainable_params(), rate))
+    return make_step(Line(1.0), lambda weights: optimizer(weights, rate), micro_size=2, accumulation_steps=steps)
 
 
 class StopAtOnce(train.Callback):

@@ -15,10 +15,10 @@ from gaccum_ms import (
     GradAccumulationCell,
     ProgressBar,
     TrainingMetrics,
-    TrainOneStepWithGradAccumulationCell,
     WindowMonitor,
 )
-from tests.support.reference import CLASSES, as_numpy, batches, make_network
+from tests.support.reference import CLASSES, as_numpy, batches, make_network, make_step
+from tests.support.state import manager
 
 X, Y = batches(23, 1)[0]
 ACCURACY = train.Accuracy()
@@ -48,10 +48,8 @@ def accuracy(logits, labels):
 def trained(callbacks, epochs=2, scaled=False, ratio=False, **options):
     """Train on batches of six samples; the last has five."""
     options = {"micro_size": 2, "reduction": "ratio" if ratio else "mean", **options}
-    cell = GradAccumulationCell(WithLogits(ratio), aux=True, **options)
-    scale = nn.DynamicLossScaleUpdateCell(2.0**8, 2, 100) if scaled else None
-    optimizer = nn.SGD(cell.trainable_params(), 0.5)
-    model = ms.Model(TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train())
+    scale = manager(2.0**8) if scaled else None
+    model = ms.Model(make_step(WithLogits(ratio), lambda weights: nn.SGD(weights, 0.5), scale, aux=True, **options))
     data_set = NumpySlicesDataset((X, Y), shuffle=False).batch(6)
     model.train(epochs, data_set, callbacks=callbacks, dataset_sink_mode=False)
     return model.train_network
