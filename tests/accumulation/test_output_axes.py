@@ -54,8 +54,8 @@ class LossAlone(nn.Cell):
         super().__init__(auto_prefix=False)
         self.network = network
 
-    def construct(self, x, y):
-        return self.network(x, y)[0]
+    def construct(self, *inputs):
+        return self.network(*inputs)[0]
 
 
 def data(samples, seed=0):

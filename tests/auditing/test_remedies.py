@@ -20,6 +20,7 @@ from gaccum_ms import (
     convert_batchnorm_to_groupnorm,
 )
 from tests.accumulation.test_kinds_of_networks import DATA, LAYERS, Network
+from tests.accumulation.test_output_axes import LossAlone
 from tests.support.reference import OPTIMIZERS, as_numpy, batches, make_network, make_step
 
 RANDOM = np.random.default_rng(0)
@@ -335,7 +336,7 @@ def test_the_recipe_for_state_is_exact(mode):
     """A running centre and an average teacher, against a network that writes them with the whole batch. There the
     teacher moves before the update, from the student before it."""
     whole, network = Teacher(), Teacher()
-    whole_step = nn.TrainOneStepCell(OnlyLoss(whole), nn.SGD(whole.trainable_params(), 0.5)).set_train()
+    whole_step = nn.TrainOneStepCell(LossAlone(whole), nn.SGD(whole.trainable_params(), 0.5)).set_train()
     options = {"micro_size": 4, "aux": True, "transforms": (MoveTeacher(network),)}
     step = make_step(network, lambda weights: nn.SGD(weights, 0.5), **options)
     for _ in range(3):
@@ -349,15 +350,6 @@ def test_the_recipe_for_state_is_exact(mode):
     for one, other in zip(network.get_parameters(), whole.get_parameters(), strict=True):
         np.testing.assert_allclose(as_numpy(one), as_numpy(other), atol=1e-6)
     assert np.abs(as_numpy(network.center)).max() > 0.01
-
-
-class OnlyLoss(nn.Cell):
-    def __init__(self, network):
-        super().__init__(auto_prefix=False)
-        self.network = network
-
-    def construct(self, x):
-        return self.network(x)[0]
 
 
 # -- no false alarm ----------------------------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ import warnings
 
 import numpy as np
 import pytest
-from mindspore import Model, nn, train
+from mindspore import Model, nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from gaccum_ms import FlushAccumulation, scale_learning_rate
+from tests.accumulation.test_windows import StopAt
 from tests.support.reference import Line, as_numpy, make_step
 
 pytestmark = pytest.mark.usefixtures("pynative")  # rates are compared before anything is compiled
@@ -41,14 +42,7 @@ def step_of(rate, steps=STEPS, optimizer=nn.SGD):
     return make_step(Line(1.0), lambda weights: optimizer(weights, rate), micro_size=2, accumulation_steps=steps)
 
 
-class StopAtOnce(train.Callback):
-    """Ends a training after its first batch: the rates are compared before it."""
-
-    def on_train_step_end(self, run_context):
-        run_context.request_stop()
-
-
-STOP = (StopAtOnce(),)
+STOP = (StopAt(step=1),)  # the rates are compared before the first batch
 
 
 def warned(step, epochs=EPOCHS, callbacks=STOP):

@@ -20,6 +20,7 @@ from gaccum_ms import (
     FlushAccumulation,
     GradAccumulationCell,
     GradNoiseScale,
+    ProgressBar,
     WindowCallback,
     WindowMonitor,
 )
@@ -294,7 +295,7 @@ def test_a_trained_step_is_freed_without_the_garbage_collector(pynative):
 
 @pytest.mark.parametrize(
     "callback",
-    [Calls(), WindowMonitor(), AccumulationScheduler({0: 2}), GradNoiseScale()],
+    [Calls(), WindowMonitor(), AccumulationScheduler({0: 2}), GradNoiseScale(), ProgressBar()],
     ids=lambda one: type(one).__name__,
 )
 def test_another_network_has_no_windows(callback, pynative):

@@ -178,18 +178,17 @@ def test_a_page_has_no_hole_on_a_screen_and_on_a_phone(browser, record, charts, 
         assert page_width <= width
 
 
-def test_a_last_line_that_is_cut_short_is_left_out(record, capsys):
-    whole = line(3)
-    path = record(line(1), line(2), whole[: len(whole) // 2])
-    page = report(path)
-    assert ("updates", "2") in page.facts
-    assert capsys.readouterr().err == f"note: {path}: 1 line(s) left out, from line 3 on: no whole window\n"
-
-
-def test_a_line_that_a_crash_has_spoilt_is_left_out(record, capsys):
-    path = record(line(1), line(2)[:30] + line(2), line(3), "{\n")
+@pytest.mark.parametrize(
+    ("lines", "number", "first"),
+    [([line(1), line(2), line(3)[:9]], 1, 3), ([line(1), line(2)[:30] + line(2), line(3), "{\n"], 2, 2)],
+    ids=["cut short", "spoilt by a crash"],
+)
+def test_a_line_that_is_no_whole_window_is_left_out(record, capsys, lines, number, first):
+    path = record(*lines)
     report(path)
-    assert capsys.readouterr().err == f"note: {path}: 2 line(s) left out, from line 2 on: no whole window\n"
+    assert len(read(path).windows) == 2
+    said = f"note: {path}: {number} line(s) left out, from line {first} on: no whole window\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_resumed_training_replaces_what_came_after_its_checkpoint(record, capsys):
