@@ -86,15 +86,6 @@ def test_a_graph_of_open_shapes_cuts_as_python_does(least, pynative):
             assert int(micro_batches.rows_at_the_end(opened)) == rows[-1]
 
 
-def test_slices_are_the_batch_in_order(pynative):
-    x, y = np.arange(30).reshape(10, 3).astype(np.float32), np.arange(10).astype(np.int32)
-    pieces = [micro_batches.take((Tensor(x), Tensor(y)), Tensor(i), 4, ()) for i in (0, 4)] + [
-        micro_batches.take_rest((Tensor(x), Tensor(y)), 8, ())
-    ]
-    for column, whole in enumerate((x, y)):
-        np.testing.assert_array_equal(np.concatenate([piece[column].asnumpy() for piece in pieces]), whole)
-
-
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

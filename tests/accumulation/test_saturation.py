@@ -211,16 +211,6 @@ def test_a_window_of_several_batches_remembers(pynative):
         assert float(step.scale_sense.asnumpy()) == 32
 
 
-def test_a_window_that_is_thrown_away_leaves_nothing(pynative):
-    with device_that_saturates():
-        net = Saturating()
-        step = step_of(net, accumulation_steps=2)
-        step(*batch(3))
-        step.window.open.reset_eagerly()
-        step(*batch())
-        assert updates(net, lambda: step(*batch()))
-
-
 def test_a_loop_of_ones_own(pynative):
     """The backward sets the flag before the accumulator is called; the accumulator clears it for the next backward."""
     with device_that_saturates():

@@ -100,26 +100,6 @@ def write_target_by_load_param_into_net(run, folder):
     )
 
 
-def write_weights_by_set_data(run, folder):
-    run.both.online.weight.set_data(Tensor(values((OUTPUTS, FEATURES), 1)))
-
-
-def write_weights_of_another_dtype(run, folder):
-    run.both.online.bias.set_data(Tensor(np.arange(OUTPUTS), ms.int32))
-
-
-def write_rate(run, folder):
-    run.optimizer.learning_rate.set_data(Tensor(0.02, ms.float32))
-
-
-def write_rate_by_a_float(run, folder):
-    run.optimizer.learning_rate.set_data(0.3)
-
-
-def write_unlisted(run, folder):
-    run.both.unlisted[0].set_data(Tensor(values((OUTPUTS,), 2)))
-
-
 def write_target_by_init_data(run, folder):
     run.both.target.weight.set_data(initializer("ones", (OUTPUTS, FEATURES), ms.float32))
     run.both.target.weight.init_data()
@@ -139,11 +119,18 @@ def write_moments(run, folder):
         moment.set_data(Tensor(values(moment.shape, 10 + number)))
 
 
-def write_by_assign(run, folder):
-    ops.assign(run.both.target.bias, Tensor(values((OUTPUTS,), 3)))
-
-
-WRITES = [one for name, one in sorted(globals().items()) if name.startswith("write_")]
+WRITES = [
+    write_all_by_load_checkpoint,
+    lambda run, _: ops.assign(run.both.target.bias, Tensor(values((OUTPUTS,), 3))),
+    write_moments,
+    lambda run, _: run.optimizer.learning_rate.set_data(Tensor(0.02, ms.float32)),
+    lambda run, _: run.optimizer.learning_rate.set_data(0.3),
+    write_target_by_init_data,
+    write_target_by_load_param_into_net,
+    lambda run, _: run.both.unlisted[0].set_data(Tensor(values((OUTPUTS,), 2))),
+    lambda run, _: run.both.online.weight.set_data(Tensor(values((OUTPUTS, FEATURES), 1))),
+    lambda run, _: run.both.online.bias.set_data(Tensor(np.arange(OUTPUTS), ms.int32)),  # of another dtype
+]
 JOINED = [(values((SAMPLES, FEATURES), 20 + i), values((SAMPLES, OUTPUTS), 60 + i)) for i in range(len(WRITES) + 2)]
 
 

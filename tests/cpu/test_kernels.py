@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from gaccum_ms.cpu.kernels import add_in_place, all_finite, zero_in_place, zeros_like
+from gaccum_ms.cpu.kernels import add_in_place, all_finite, zero_in_place
 
 
 class Adding(nn.Cell):
@@ -102,17 +102,3 @@ def test_one_number_that_is_not_finite_is_found(mode, dtype):
     for which in range(len(shapes)):
         for bad, place in ((np.inf, 0), (-np.inf, -1), (np.nan, -1)):
             assert is_found(bad, which, place)
-
-
-class Zeros(nn.Cell):
-    """Makes zeros like its inputs, so that the compiler does not fold them."""
-
-    def construct(self, values):
-        return ops.HyperMap()(zeros_like, values)
-
-
-def test_zeros_are_of_each_dtype():
-    values = tuple(Tensor([1.0, 2.0], dtype) for dtype in (ms.float32, ms.float16, ms.bfloat16))
-    zeros = Zeros()(values)
-    assert [one.dtype for one in zeros] == [one.dtype for one in values]
-    assert not any(one.astype(ms.float32).asnumpy().any() for one in zeros)
