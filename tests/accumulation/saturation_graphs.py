@@ -1,4 +1,4 @@
-"""Compiles steps for a device that saturates: ``saturation_graphs.py OUT CASE...``.
+"""Compiles steps for a device that saturates: ``saturation_graphs.py OUT``.
 
 The compiler finishes each graph and then fails, because the CPU has no operators for the flag. The finished graphs are
 written to ``OUT/CASE.ir`` .
@@ -46,10 +46,10 @@ def compile_case(name: str) -> None:
     TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()(ops.ones((8, 3)), ops.ones((8, 2)))
 
 
-def main(out: Path, names: list[str]) -> None:
+def main(out: Path) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     graphs, seen = Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"]), set()
-    for name in names:
+    for name in CASES:
         amp._ascend_target = amp._ascend_910a_target = yes  # MindSpore's own ...
         backend.ascend_target = backend.ascend_910a_target = yes  # ... and ours
         kernels.on_cpu = accumulators.on_cpu = no
@@ -65,4 +65,4 @@ def main(out: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -105,6 +105,7 @@ def check_rows(outputs, x, weight=START):
         np.testing.assert_allclose(output.asnumpy().astype(np.float64), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize(
     ("mode", "loss", "micro_size"),
     [("graph", "mean", 3), ("pynative", "masked", 8), ("pynative", "sum", 1), ("pynative", "ratio", 3)],

@@ -3,13 +3,10 @@ with a simulated flag (saturating.py). Not run on hardware."""
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -57,25 +54,19 @@ def test_which_devices_saturate(monkeypatch, ascend, is_910a, is_910b, variable,
 # -- the graphs that are built -----------------------------------------------------------------------------------------
 
 
-def graphs_of(out: Path, names: tuple[str, ...]) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory) -> dict[str, str]:
     """The finished graph of each case."""
+    out = tmp_path_factory.mktemp("graphs")
     env = {**os.environ, "PYTHONPATH": paths.python_path(), "GLOG_v": "3"}
     env |= {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_DUMP_IR_PASSES": "validate"}
     env["MS_DEV_SAVE_GRAPHS_PATH"] = str(out / "graphs")
-    command = [sys.executable, str(paths.worker("saturation_graphs.py")), str(out), *names]
+    command = [sys.executable, str(paths.worker("saturation_graphs.py")), str(out)]
     finished = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=300)
-    for name in names:
+    for name in CASES:
         message = (out / f"{name}.txt").read_text() if (out / f"{name}.txt").exists() else finished.stderr
         assert re.search(r"Unsupported op \[NPU\w+\] on CPU", message), message
-    return {name: (out / f"{name}.ir").read_text() for name in names}
-
-
-@pytest.fixture(scope="module")
-def graph(tmp_path_factory) -> Callable[[str], str]:
-    """A function of a case: its finished graph. A process compiles the cases of the quick tests, or all others."""
-    compiled = functools.cache(lambda names: graphs_of(tmp_path_factory.mktemp("graphs"), names))
-    others = tuple(name for name in CASES if name not in QUICK)
-    return lambda name: compiled(QUICK if name in QUICK else others)[name]
+    return {name: (out / f"{name}.ir").read_text() for name in CASES}
 
 
 class Entry:
@@ -100,16 +91,15 @@ class Entry:
         return waited
 
 
-QUICK = ("clipping", "several batches")
 CLEAR, GET = r"PrimFunc_NPUClearFloatStatusV2\(", r"PrimFunc_NPUGetFloatStatusV2\("
 LOOP = r"call @\S*add_up"
 
 
-@pytest.mark.core("clipping")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["clipping", "dropping"])
-def test_the_flag_is_cleared_before_the_loop_and_read_before_the_update(graph, name):
+def test_the_flag_is_cleared_before_the_loop_and_read_before_the_update(graphs, name):
     """A finite norm proves nothing here: with clipping, the flag is read too."""
-    entry = Entry(graph(name))
+    entry = Entry(graphs[name])
     (clear,), (get,) = entry.named(CLEAR), entry.named(GET)
     loops = entry.named(LOOP)
     assert loops
@@ -120,29 +110,29 @@ def test_the_flag_is_cleared_before_the_loop_and_read_before_the_update(graph, n
 
 
 @pytest.mark.thorough
-def test_where_a_size_is_found_the_batchs_own_graph_clears_the_flag(graph):
+def test_where_a_size_is_found_the_batchs_own_graph_clears_the_flag(graphs):
     """The flag is read in the other graph, which ends the window."""
-    entry = Entry(graph("found size"))
+    entry = Entry(graphs["found size"])
     (clear,) = entry.named(CLEAR)
     loops = entry.named(LOOP)
     assert loops
     assert all(clear in entry.before(loop) for loop in loops)
-    assert not re.search(GET, graph("found size"))
+    assert not re.search(GET, graphs["found size"])
 
 
 @pytest.mark.thorough
-def test_micro_batches_are_looked_at_by_the_flag_too(graph):
+def test_micro_batches_are_looked_at_by_the_flag_too(graphs):
     """`amp.all_finite` of MindSpore reads it in the loop, besides the reading at the end."""
-    assert len(re.findall(GET, graph("dropping"))) == 2
-    assert len(re.findall(CLEAR, graph("dropping"))) == 2
+    assert len(re.findall(GET, graphs["dropping"])) == 2
+    assert len(re.findall(CLEAR, graphs["dropping"])) == 2
 
 
-@pytest.mark.core("several batches")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["several batches", "loop"])
-def test_an_open_window_keeps_what_each_batch_found(graph, name):
+def test_an_open_window_keeps_what_each_batch_found(graphs, name):
     """It is read once after each batch and once at the window's end; in a hand-written loop, it is cleared at the
     call's end."""
-    text, entry = graph(name), Entry(graph(name))
+    text, entry = graphs[name], Entry(graphs[name])
     assert len(re.findall(GET, text)) == 2
     assert len(re.findall(CLEAR, text)) == 1
     (clear,) = entry.named(CLEAR)

@@ -181,8 +181,8 @@ model.fit(2, *data, callbacks=[ProgressBar(refresh_seconds=0)])
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
-@pytest.mark.core(before="")
 @pytest.mark.parametrize("before", ["", "import sys; sys.modules['ipywidgets'] = None"])
 def test_a_notebook_shows_the_bar(before):
     """As a widget, or as text where ipywidgets are missing. A kernel runs the cell, as in a notebook."""

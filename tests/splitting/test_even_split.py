@@ -73,6 +73,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize(
     ("name", "mode"), [("number", "graph"), ("count", "pynative"), ("noise", "pynative")], indirect=["mode"]
 )
