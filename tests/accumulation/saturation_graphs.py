@@ -24,7 +24,6 @@ CASES = {
     "dropping": {"micro_size": 4, "overflow": "drop_micro_batch"},
     "several batches": {"micro_size": 4, "accumulation_steps": 2},
     "loop": {},
-    "found size": {"micro_batch_size": "auto"},
 }
 
 

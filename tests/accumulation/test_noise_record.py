@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -239,15 +237,6 @@ def test_records_of_two_ranks(gradients_mean, rank_pair, tmp_path):
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"record_noise": 1}, TypeError, "'record_noise' must be a bool, but got 1"),
-        ({"reduction": "sum"}, ValueError, "got 1 loss(es), reduction='sum', count=None"),
-        ({"loss_weights": (1.0, 2.0)}, ValueError, "needs one loss that is a mean"),
-        ({"accumulators": Accumulators(sharded=True)}, ValueError, "sharded=True"),
-    ],
-)
-def test_what_cannot_be_recorded_is_refused(options, error, text):
-    with pytest.raises(error, match=re.escape(text)):
-        GradAccumulationCell(Quadratic(WEIGHT), 2, **{"record_noise": True, **options})
+def test_a_record_that_is_no_bool_is_refused():
+    with pytest.raises(TypeError, match="'record_noise' must be a bool, but got 1"):
+        GradAccumulationCell(Quadratic(WEIGHT), 2, record_noise=1)

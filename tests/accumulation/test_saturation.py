@@ -110,17 +110,6 @@ def test_the_flag_is_cleared_before_the_loop_and_read_before_the_update(graphs, 
 
 
 @pytest.mark.thorough
-def test_where_a_size_is_found_the_batchs_own_graph_clears_the_flag(graphs):
-    """The flag is read in the other graph, which ends the window."""
-    entry = Entry(graphs["found size"])
-    (clear,) = entry.named(CLEAR)
-    loops = entry.named(LOOP)
-    assert loops
-    assert all(clear in entry.before(loop) for loop in loops)
-    assert not re.search(GET, graphs["found size"])
-
-
-@pytest.mark.thorough
 def test_micro_batches_are_looked_at_by_the_flag_too(graphs):
     """`amp.all_finite` of MindSpore reads it in the loop, besides the reading at the end."""
     assert len(re.findall(GET, graphs["dropping"])) == 2

@@ -18,7 +18,6 @@ from gaccum_ms import (
     CountNotIgnored,
     GradAccumulationCell,
     MaxTokens,
-    audit,
     find_micro_batch_size,
     memory_report,
 )
@@ -30,7 +29,7 @@ from gaccum_ms.training.found_tokens import FoundTokens
 from tests.splitting.test_max_tokens import DATA, IGNORED, LENGTH, Causal, batch, max_tokens, run, step_of, whole_step
 from tests.support.alone import alone
 from tests.support.modes import eagerly
-from tests.support.reference import Outer, as_numpy, make_step, relative_error
+from tests.support.reference import as_numpy, make_step, relative_error
 from tests.training.test_auto_size import says_assert_failed, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")  # networks that count their runs
@@ -302,8 +301,6 @@ def test_not_below_the_largest_width(pynative):
 
 def test_what_is_refused(pynative):
     network = Causal()
-    with pytest.raises(ValueError, match=r"MaxTokens\('auto', ...\) compiles in PyNative mode too, .* got jit=False"):
-        step_of(max_tokens(max_tokens="auto"), jit=False)
     with pytest.raises(TypeError, match="'max_tokens' must be an int, but got 'automatic'"):
         max_tokens(max_tokens="automatic")
     with pytest.raises(ValueError, match=r"'widths' must be ascending, from 1 on, but got \[8, 4\]"):
@@ -312,8 +309,6 @@ def test_what_is_refused(pynative):
         max_tokens(max_tokens="auto")(*map(Tensor, DATA[0]))
     cell = GradAccumulationCell(network, split=max_tokens(max_tokens="auto"), count=CountNotIgnored(IGNORED))
     optimizer, batch = nn.SGD(network.trainable_params(), 0.1), tuple(map(Tensor, DATA[0]))
-    with pytest.raises(ValueError, match="number of tokens in a micro-batch must be given"):
-        audit(cell, optimizer, *batch)
     with pytest.raises(ValueError, match="each number is a row of the report, but got 'split' of class 'MaxTokens'"):
         memory_report(cell, optimizer, *batch)
     with pytest.raises(ValueError, match="must be so many samples of the batch"):
@@ -321,9 +316,3 @@ def test_what_is_refused(pynative):
         find_micro_batch_size(function, optimizer, batch)
     with pytest.raises(ValueError, match=r"got widths \[4, 9\] and a sample of 24 tokens"):
         run(step_of(max_tokens(max_tokens="auto", widths=[4, 9])), DATA[:1])
-
-
-def test_is_refused_in_another_graph():
-    step = step_of(max_tokens(max_tokens="auto"))
-    with pytest.raises(RuntimeError, match=r"needs Python at each batch, .*dataset_sink_mode=False"):
-        Outer(step)(*map(Tensor, DATA[0]))
