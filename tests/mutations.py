@@ -338,8 +338,8 @@ FAULTS = [
     Fault(
         "a negative count is taken",
         "losses/counts.py",
-        "valid = ops.logical_and(count >= 0, count < _INFINITY)",
-        "valid = count < _INFINITY",
+        "valid = ops.logical_and(numbers >= 0, numbers < _INFINITY)",
+        "valid = numbers < _INFINITY",
         "losses/test_counts.py -k bad_count",
     ),
     Fault(
