@@ -12,22 +12,36 @@ from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms import Accumulators, ClipByValue, GradAccumulationCell, GradAccumulator
+from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from tests.support.modes import MODES
 from tests.support.reference import (
     OPTIMIZERS,
+    Line,
     Regression,
     accumulated,
     as_numpy,
     batches,
     make_network,
     make_step,
+    step_with,
     train,
 )
 from tests.support.two_ranks import Results
 
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
+
+
+class ReducesEachMicroBatch(BySamples):
+    """Negative control for the number of collectives: the result is right, but each micro-batch is reduced."""
+
+    def run(self, noted, seed_per_item, prepared, size, *micro_batch):
+        part, gradients = super().run(noted, seed_per_item, prepared, size, *micro_batch)
+        return part, self.grad_reducer(gradients)
+
+    def reduce(self, gradients, sums, scale, seed_per_item):
+        return gradients, scale, sums / scale, True
 
 
 class NotedAllReduce:
@@ -51,6 +65,18 @@ def run(make_step):
     return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
 
 
+def reductions(weighing, micro_size: int) -> int:
+    noted = []
+
+    def make_step(loss_cell, optimizer):
+        step = step_with(weighing=weighing)(GradAccumulationCell(loss_cell, micro_size), optimizer)
+        noted.append(NotedAllReduce(step.window.weighing.grad_reducer))
+        return step
+
+    run(make_step)
+    return len(noted[0].sizes)
+
+
 class ClippedReducer(nn.Cell):
     """MindSpore's reducer, then its clipping: the reference for clipping after the reduction."""
 
@@ -66,6 +92,17 @@ def clipped_whole(loss_cell, optimizer):
     step = nn.TrainOneStepCell(loss_cell, optimizer)
     step.grad_reducer = ClippedReducer(step.grad_reducer)
     return step
+
+
+def hand_worked(mean: bool) -> float:
+    """y ~ w x at w = 1, loss (w x - y)^2 / 2. Rank 0: x = 1, 2, y = 0, 1, gradients 1, 2, mean 1.5. Rank 1: x = 4, 2,
+    y = 1, -4, gradients 12, 12, mean 12. Averaged 6.75, summed 13.5; the rate is 0.1."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    ms.set_auto_parallel_context(gradients_mean=mean)
+    x, y = (([1.0, 2.0], [0.0, 1.0]), ([4.0, 2.0], [1.0, -4.0]))[get_rank()]
+    step = make_step(Line(1.0), micro_size=2)
+    step(ms.Tensor(x), ms.Tensor(y))
+    return float(step.weights[0].asnumpy())
 
 
 def train_by_model(start: int = 0) -> Results:
@@ -162,6 +199,14 @@ def trained(name: str, mode: str, mean: bool, make_step: Callable) -> Callable[[
     return case
 
 
+def eager_reductions(out: Path) -> Results:
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    return {
+        f"reductions/{weighing.__name__}": np.array(reductions(weighing, 3))
+        for weighing in (BySamples, ReducesEachMicroBatch)
+    }
+
+
 def by_model(out: Path) -> Results:
     ms.set_context(mode=ms.PYNATIVE_MODE)
     return {f"model/{key}": value for key, value in train_by_model().items()}
@@ -201,6 +246,8 @@ TRAINED: dict[str, tuple[str, bool, Callable]] = {
 }
 CASES: dict[str, Callable[[Path], Results]] = {
     **{name: trained(name, *case) for name, case in TRAINED.items()},
+    "reductions": eager_reductions,
+    "hand": lambda out: {"hand": np.array([hand_worked(mean) for mean in (True, False)])},
     "model": by_model,
     "model broadcast": by_broadcast,
     "fit": fitted_on_ranks,

@@ -9,7 +9,7 @@ from mindspore import nn
 
 from tests.ranks.distributed_worker import PER_RANK, SENT, UPDATES, fitted
 from tests.support.modes import MODES
-from tests.support.reference import OPTIMIZERS, Regression, batches, relative_error, train
+from tests.support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error, train
 from tests.support.state import assert_close
 from tests.support.two_ranks import Results, case
 
@@ -54,6 +54,13 @@ def test_two_ranks_equal_one_process_on_the_joined_batch(ranks, pynative):
     assert relative_error(losses, joined.losses) < 2 * TOLERANCE
 
 
+def test_one_reduction_per_update(ranks):
+    """An eager run has one collective for an update of 3 micro-batches. The control reduces each micro-batch."""
+    for results in ranks:
+        assert results["reductions/BySamples"] == UPDATES
+        assert results["reductions/ReducesEachMicroBatch"] == 3 * UPDATES
+
+
 def test_ranks_fit_and_evaluate_as_one_process_without_accumulation(ranks, pynative):
     """Each rank evaluates its shard: the mean over equal shards is the number of one process."""
     alone = fitted(ms.Model)
@@ -81,6 +88,22 @@ def test_parameter_broadcast_sends_each_dtype_as_it_is(ranks, name):
         value = case(results, "dtypes")[name]
         assert value.dtype == SENT[name].dtype
         np.testing.assert_array_equal(value, SENT[name])
+
+
+def test_model_train_on_two_ranks_equals_one_process(ranks, pynative):
+    """Rank r reads samples r, r + 2, ... An epoch has 2 batches of 6 on each rank, and 2 of 12 in one process."""
+    network = Regression()
+    x, y = batches(24, 1)[0]
+    data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(12)
+    ms.Model(network, optimizer=nn.SGD(network.trainable_params(), 0.1)).train(2, data_set)
+    for results in ranks:
+        assert relative_error(results["model/after"], as_numpy(network.out)) < 2 * TOLERANCE
+
+
+def test_hand_worked_gradient_on_two_ranks(ranks):
+    """The ranks' gradients are 1.5 and 12: see `hand_worked` in the worker."""
+    for results in ranks:
+        np.testing.assert_allclose(results["hand"], [1 - 0.1 * 6.75, 1 - 0.1 * 13.5], rtol=1e-6)
 
 
 @pytest.mark.core(mode="pynative")
