@@ -92,7 +92,11 @@ class Numerators(nn.Cell):
         """The counts of the whole batch, which are known before its micro-batches run."""
         return ()
 
-    def construct(self, totals, *micro_batch):
+    def factors(self, totals):
+        """What losses are multiplied by before they are added to one another."""
+        return ()
+
+    def construct(self, factors, *micro_batch):
         """A micro-batch's part of the loss, its numbers without gradient, and its outputs beside the loss."""
         return self.weighed(micro_batch, 1.0)
 
@@ -127,6 +131,7 @@ class Fraction(Numerators):
         self.min_count = setup.options.min_count
         self.window_count = record("window_count")
         self.count = counts.count_cell(setup.options.counts[0])
+        self.counts_samples = setup.options.counts[0] is None
         self.counts_micro_batches = stages() > 1  # in a pipeline the last stage alone could count the batch
         self.batch_counts = 0 if self.counts_micro_batches else 1
         self.of_one_item: float | None = None
@@ -141,25 +146,27 @@ class Fraction(Numerators):
         # Of the batch at once: the micro-batches' counts would be reduced over devices one at a time.
         return () if self.counts_micro_batches else (counts.float32_count(self.count(*inputs)),)
 
-    def construct(self, totals, *micro_batch):
-        items = counts.valid_or_nan(self.count(*micro_batch))  # not in the graph of a sum that is counted at once
+    def construct(self, factors, *micro_batch):
+        items = counts.float32_count(self.count(*micro_batch))  # not in the graph of a sum that is counted at once
+        items = items if self.counts_samples else counts.nan_if_bad(items)
         loss, scalars, outputs = self.weighed(micro_batch, items if self.loss_is_mean else 1.0)
         return loss, (*scalars, items) if self.counts_micro_batches else scalars, outputs
 
     def divided(self, sums):
-        """The loss and the outputs of shape (), and the total that they were divided by."""
+        """The loss and the outputs of shape (), what they were divided by, and whether anything was counted."""
         total = counts.at_least(sums[-1], self.min_count)
+        counted = total > 0
+        divisor = ops.select(counted, total, ops.ones_like(total))
         means: tuple = ()
         for numerator in sums[:-1]:
-            means = (*means, counts.ratio_or_zero(numerator, total))
-        return means, total
+            means = (*means, ops.select(counted, numerator / divisor, ops.zeros_like(total)))
+        return means, divisor, counted
 
     def finished(self, sums, unit, scale):
-        means, total = self.divided(sums)
+        means, divisor, counted = self.divided(sums)
         loss = ops.depend(means[0], ops.assign(self.window_count, sums[-1]))
-        divisor = ops.select(total > 0, total, ops.ones_like(total)) * unit * scale
         # If a micro-batch counts nothing, its mean and thus the loss are NaN.
-        return divisor, (loss, *means[1:]), ops.logical_and(total > 0, ops.isfinite(loss))
+        return divisor * unit * scale, (loss, *means[1:]), ops.logical_and(counted, ops.isfinite(loss))
 
 
 class Ratio(Fraction):
@@ -172,7 +179,7 @@ class Ratio(Fraction):
     def totals(self, *inputs):
         return ()
 
-    def construct(self, totals, *micro_batch):
+    def construct(self, factors, *micro_batch):
         outputs = self.network(*micro_batch)
         numerator, denominator = fractions(outputs, 1, self.aux)
         others = ()
@@ -222,25 +229,25 @@ class WeightedLosses(nn.Cell):
             items = (*items, counts.float32_count(count(*batch)))
         return items
 
-    def construct(self, totals, *micro_batch):
-        outputs = self.network(*micro_batch)
-        numerators = fractions(outputs, self.number, False)[::2] if self.ratio else self.losses(outputs)
-        items = self.items(micro_batch) if self.loss_is_mean else ()
-        means: tuple = ()
+    def factors(self, totals):
+        factors: tuple = ()
         for term in range(self.number):
-            # The batch's count does not tell whether each micro-batch's is valid.
-            share = counts.nan_if_bad(items[term]) if self.loss_is_mean else 1.0
-            means = (*means, numerators[term] * (share / ops.maximum(totals[term], self.least)))
-        weighted = means[0] * self.weights[0]
-        for term in range(1, self.number):
-            weighted = weighted + means[term] * self.weights[term]
-        return weighted, without_gradient(means), ()
+            factors = (*factors, self.weights[term] / ops.maximum(totals[term], self.least))
+        return factors
 
-    def losses(self, outputs):
-        return float32_losses(outputs, self.number)
+    def construct(self, factors, *micro_batch):
+        outputs = self.network(*micro_batch)
+        losses = fractions(outputs, self.number, False)[::2] if self.ratio else float32_losses(outputs, self.number)
+        if self.loss_is_mean:
+            losses = sums_of_means(losses, self.items(micro_batch))
+        weighted = losses[0] * factors[0]
+        for term in range(1, self.number):
+            weighted = weighted + losses[term] * factors[term]
+        return weighted, without_gradient(losses), ()
 
     def finished(self, sums, unit, scale):
-        terms, totals = ops.stack(sums[1 : 1 + self.number]), ops.stack(sums[1 + self.number :])
+        totals = ops.stack(sums[1 + self.number :])
+        terms = ops.stack(sums[1 : 1 + self.number]) / ops.maximum(totals, self.least)
         loss = ops.depend(sums[0], (ops.assign(self.loss_terms, terms), ops.assign(self.window_count, totals)))
         least = counts.at_least(totals, self.min_count)
         counted = ops.logical_and((least >= 0).all(), (least > 0).any())
@@ -278,11 +285,12 @@ class BatchSums(nn.Cell):
 
     def construct(self, *inputs):
         totals = self.parts.totals(*inputs)
+        factors = self.parts.factors(totals)
         micro_batches = self.micro_batches(*inputs)
-        loss, numbers, others = self.parts(totals, *micro_batches[0])
+        loss, numbers, others = self.parts(factors, *micro_batches[0])
         outputs: tuple = (others,)
         for index in range(1, self.micro_size):
-            part, own_numbers, others = self.parts(totals, *micro_batches[index])
+            part, own_numbers, others = self.parts(factors, *micro_batches[index])
             loss = self.adds[index - 1](loss, part)
             numbers, outputs = (*numbers, *own_numbers), (*outputs, others)
         loss = self.parts.reducer.reduce(loss) if self.parts.per_sample else loss
@@ -307,6 +315,14 @@ class BatchSums(nn.Cell):
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def sums_of_means(losses, items):
+    """Each mean times its items. The batch's count does not tell whether each micro-batch's is valid."""
+    result: tuple = ()
+    for term in range(len(losses)):
+        result = (*result, losses[term] * counts.nan_if_bad(items[term]))
+    return result
 
 
 def times(number, factor):

@@ -128,7 +128,7 @@ class UnrolledWindow(nn.Cell):
         own = ops.stack((numbers[0], numbers[-1], ops.zeros_like(numbers[0]), ops.ones_like(numbers[0])))
         kept = ops.assign_add(self.open.window_sums, ops.depend(own, self.store.read(gradients)))
         kept = ops.depend(kept, ops.assign(self.open.batch_items, numbers[-1]))
-        means, _ = self.parts.divided(numbers)
+        means, _, _ = self.parts.divided(numbers)
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
         return ops.depend(means[0], kept), outputs
 
@@ -138,7 +138,7 @@ class UnrolledWindow(nn.Cell):
         unit = self.batch_sums.unit_of(inputs[0].shape[0])
         numbers, outputs, gradients = self.backwards(inputs, scale * weight * unit)
         gradients = self.reduced(gradients)
-        means, _ = self.parts.divided(numbers)
+        means, _, _ = self.parts.divided(numbers)
         before = ops.unstack(self.open.window_sums + 0.0)
         loss = ops.depend(means[0], ops.assign(self.open.batch_items, numbers[-1]))
         loss = ops.depend(loss, ops.assign(self.open.window_batches, before[3] + weight))
