@@ -92,6 +92,10 @@ class Numerators(nn.Cell):
         """The counts of the whole batch, which are known before its micro-batches run."""
         return ()
 
+    def constants(self, *inputs):
+        """The counts of the whole batch that its shapes tell."""
+        return ()
+
     def factors(self, totals):
         """What losses are multiplied by before they are added to one another."""
         return ()
@@ -131,9 +135,10 @@ class Fraction(Numerators):
         self.min_count = setup.options.min_count
         self.window_count = record("window_count")
         self.count = counts.count_cell(setup.options.counts[0])
-        self.counts_samples = setup.options.counts[0] is None
-        self.counts_micro_batches = stages() > 1  # in a pipeline the last stage alone could count the batch
-        self.batch_counts = 0 if self.counts_micro_batches else 1
+        self.counts_samples = setup.options.counts[0] is None and not setup.options.returns_ratio
+        # In a pipeline the last stage alone could count the batch.
+        self.counts_micro_batches = setup.options.returns_ratio or (stages() > 1 and not self.counts_samples)
+        self.batch_counts = 0 if self.counts_micro_batches or self.counts_samples else 1
         self.of_one_item: float | None = None
 
     def unit(self, samples: int) -> float:
@@ -144,7 +149,11 @@ class Fraction(Numerators):
 
     def totals(self, *inputs):
         # Of the batch at once: the micro-batches' counts would be reduced over devices one at a time.
-        return () if self.counts_micro_batches else (counts.float32_count(self.count(*inputs)),)
+        return (counts.float32_count(self.count(*inputs)),) if self.batch_counts else ()
+
+    def constants(self, *inputs):
+        # In the differentiated graph it would take the compiler another round of passes.
+        return (self.count(*inputs),) if self.counts_samples else ()
 
     def construct(self, factors, *micro_batch):
         items = counts.float32_count(self.count(*micro_batch))  # not in the graph of a sum that is counted at once
@@ -171,13 +180,6 @@ class Fraction(Numerators):
 
 class Ratio(Fraction):
     """The network itself returns a sum, and the number of its items."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.batch_counts, self.counts_micro_batches = 0, True
-
-    def totals(self, *inputs):
-        return ()
 
     def construct(self, factors, *micro_batch):
         outputs = self.network(*micro_batch)
@@ -228,6 +230,9 @@ class WeightedLosses(nn.Cell):
         for count in self.counts:
             items = (*items, counts.float32_count(count(*batch)))
         return items
+
+    def constants(self, *inputs):
+        return ()
 
     def factors(self, totals):
         factors: tuple = ()
@@ -299,7 +304,7 @@ class BatchSums(nn.Cell):
         result = ops.stack(numbers) if len(numbers) > 1 else loss
         return (result, outputs) if self.returns_outputs else result
 
-    def sums(self, numbers):
+    def sums(self, numbers, inputs):
         """The sums over the batch, from the numbers that `construct` returned. A bad count is NaN."""
         end = len(numbers) - self.parts.batch_counts
         kinds = (end - 1) // self.micro_size
@@ -311,7 +316,7 @@ class BatchSums(nn.Cell):
             sums = (*sums, ops.reduce_sum(of_micro_batches))
         for position in range(end, len(numbers)):
             sums = (*sums, counts.nan_if_bad(numbers[position]))
-        return sums
+        return (*sums, *self.parts.constants(*inputs))
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------

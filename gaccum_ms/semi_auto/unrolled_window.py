@@ -162,7 +162,8 @@ class UnrolledWindow(nn.Cell):
         gradients = self.backward(self.batch_sums, self.weights)(*inputs, seeds)
         if self.over_stages.reduces:
             numbers = self.over_stages(numbers, gradients)
-        return self.batch_sums.sums(ops.unstack(numbers) if numbers.ndim > 0 else (numbers,)), outputs, gradients
+        numbers = ops.unstack(numbers) if numbers.ndim > 0 else (numbers,)
+        return self.batch_sums.sums(numbers, inputs), outputs, gradients
 
     def reduced(self, gradients):
         """The gradients over all devices."""
