@@ -163,7 +163,6 @@ def test_resumed_in_a_new_model_is_bit_identical(references, kind, batch):
     assert_identical(end, reference.end)
 
 
-@pytest.mark.thorough
 def test_killed_by_kill_9_is_bit_identical(references, tmp_path):
     """A process is killed in mid-window; the next is resumed and runs to the end."""
     reference = references("open")

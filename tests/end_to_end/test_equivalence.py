@@ -71,7 +71,9 @@ def compare(
     "dense-1-13-sgd-graph-float32",
     "dense-3-13-sgd-graph-float32",
     "dense-3-13-sgd-pynative-float32",
+    "unused-3-13-grouped-graph-float32",
     "unused-2-24-momentum-pynative-float32",
+    "dense-8-13-momentum-graph-float16",
     "dense-2-13-momentum-pynative-float16",
     "cast_weights-2-13-plain_sgd-pynative-bfloat16",
 )
@@ -132,7 +134,7 @@ class MeanOfMeans(BySamples):
         return 13 / 3
 
 
-@pytest.mark.core(mode="pynative")
+@pytest.mark.core("MeanOfMeans-graph", "LastMicroBatchOnly-graph", "NeverReset-pynative")
 @pytest.mark.parametrize(
     ("broken", "mode"),
     [
