@@ -5,7 +5,7 @@ Backward starts from the first of these numbers, a sum of numerators. The others
     mean or sum         numerators alone                                        (Numerators)
     with a count        their sum, and the whole batch's count                  (Fraction)
     ratio               their sum, and that of the network's denominators       (Ratio)
-    several losses      their weighted sum; each mean; each total               (WeightedLosses)
+    several losses      their weighted sum; each loss's sum; each total         (WeightedLosses)
 
 The accumulated gradient of one loss is divided afterwards. Several losses share one accumulator, so each is divided
 before its backward: their totals come first, from the whole batch. Where the network returns them, it is called on the
@@ -18,8 +18,8 @@ So the loss alone is added up there. Other numbers of a micro-batch, which have 
 Backward's seed has a factor, by which the accumulators hold numbers of a mean's size: a multiplication in each
 micro-batch would take the compiler longer.
 
-With `aux` , outputs of shape () are such numbers. Those of samples are returned beside the numbers, one
-for each micro-batch: joined here, they would be gathered on all devices. A pipeline has none of samples.
+With `aux` , outputs of shape () are such numbers. Those of samples are returned beside the numbers, one for each
+micro-batch: joined here, they would be gathered on all devices. A pipeline has none of samples.
 
 A Tensor here is the whole Tensor over all devices: a mean is over all devices, and so is a count.
 """
