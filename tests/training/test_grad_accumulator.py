@@ -383,6 +383,13 @@ def test_clips_the_windows_mean_gradient_once(max_norm, expected, mode):
     np.testing.assert_allclose(accumulator.grad_norm.asnumpy(), 5.0, rtol=1e-6)
 
 
+def test_negative_control_clipping_each_batch_differs():
+    accumulator = make_accumulator(2)
+    for one in ([6.0, 0.0], [0.0, 8.0]):
+        accumulator(ops.clip_by_global_norm((Tensor(one, ms.float32),), 1.0))
+    assert moved(accumulator) == [0.5, 0.5]
+
+
 # -- loss scaling and overflow -----------------------------------------------------------------------------------------
 
 
