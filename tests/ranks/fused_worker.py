@@ -21,6 +21,7 @@ from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_hand
 from gaccum_ms import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed import all_reduce as fused_reduction
+from tests.ranks.distributed_worker import ReducesEachMicroBatch
 from tests.support.modes import MODES
 from tests.support.reference import as_numpy, batches, make_network, make_step, step_with
 from tests.support.two_ranks import Results
@@ -157,17 +158,6 @@ class Graphs:
             if " = AllReduce(" in line:
                 dtype, shape = re.match(r"\s*: \(<Tensor\[(\w+)\], \(([\d, ]*)\)", types).groups()
                 yield _SIZES[dtype] * int(np.prod([int(length) for length in shape.split(",") if length.strip()]))
-
-
-class ReducesEachMicroBatch(BySamples):
-    """Negative control for the number of collectives: the result is right, but each micro-batch is reduced."""
-
-    def run(self, noted, seed_per_item, prepared, size, *micro_batch):
-        part, gradients = super().run(noted, seed_per_item, prepared, size, *micro_batch)
-        return part, self.grad_reducer(gradients)
-
-    def reduce(self, gradients, sums, scale, seed_per_item):
-        return gradients, scale, sums / scale, True
 
 
 def step_by(micro_size: int, accumulation_steps: int = 1, weighing: type = BySamples) -> nn.Cell:
