@@ -137,6 +137,10 @@ class Update(nn.Cell):
         for link in self.links:
             link.begin_anew()
 
+    def take_window(self, window: nn.Cell) -> None:
+        """End this window from now on. Call it before anything is compiled."""
+        self.window = window
+
     def leave_scale_to_optimizer(self, scale: float) -> None:
         """Leave a scale in the gradients; an optimizer with ``loss_scale`` divides by it."""
         self.sens = self.scale_in_gradients = scale

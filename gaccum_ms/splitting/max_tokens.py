@@ -119,7 +119,7 @@ class MaxTokens(Splitter):
         self._length = length
         self._padding: tuple[float, ...] | None = None if padding is None else tuple(padding)
         self._axes = dict(axes or {})
-        self.widths: tuple[int, ...] | None = None  # those that may be compiled, ascending; None before the first batch
+        self._widths: tuple[int, ...] | None = None
         self._number = 0
         self._filler: tuple[ms.Tensor, ...] | None = None  # a row of padding
         self._filler_is_checked = False
@@ -127,11 +127,16 @@ class MaxTokens(Splitter):
             check_positive_int(_NAME, "widths", widths)
             self._number = widths
         else:
-            self.widths = checked_widths(widths, self.max_tokens)
+            self._widths = checked_widths(widths, self.max_tokens)
         if lengths is not None and self._number:
             array = whole_numbers("lengths", np.asarray(lengths), None)
             self._check_longest(array)
-            self.widths = best_widths(np.maximum(array, 1), self._number)
+            self._widths = best_widths(np.maximum(array, 1), self._number)
+
+    @property
+    def widths(self) -> tuple[int, ...] | None:
+        """The widths that may be compiled, ascending; ``None`` until they are chosen at the first batch."""
+        return self._widths
 
     def __call__(self, *inputs: Any) -> MicroBatches:
         if self.max_tokens is None:
@@ -142,11 +147,10 @@ class MaxTokens(Splitter):
         rows, widths = self._read(inputs, self.max_tokens)
         if self.auto:  # another rank, with narrower batches, may have found fewer tokens
             self.max_tokens = max(self.max_tokens, widths[-1])
-        self._check_longest(rows.lengths)
-        self._check_widest(rows.lengths, widths)
+        self._check(rows.lengths, widths)
         if not self._filler_is_checked:
             self._filler = rows.micro_batch(np.array([NOBODY]), widths[0])
-        self.widths, self._padding = widths, rows.fillers
+        self._widths, self._padding = widths, rows.fillers
         self.plan = plan_tokens(rows.lengths, rows.before, widths, self.max_tokens)
         return [rows.micro_batch(samples, width) for width, samples in self.plan.parts]
 
@@ -167,8 +171,15 @@ class MaxTokens(Splitter):
         return runs, numbers, (width, other)
 
     def in_order(self, outputs: Sequence[np.ndarray], axis: int, tokens: Sequence[int]) -> np.ndarray:
-        """Join an output of the last batch's micro-batches, in the batch's order and at its width."""
-        plan: Any = self.plan
+        """Join the outputs of the last batch's micro-batches, in the batch's order and at its width.
+
+        Args:
+            outputs (Sequence[ndarray]): The output, of each micro-batch.
+            axis (int): That of samples; -1 if all micro-batches have the same output.
+            tokens (Sequence[int]): The axes of tokens.
+        """
+        if self.plan is None:
+            raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
         if axis < 0:
             if any(not np.array_equal(output, outputs[0], equal_nan=output.dtype.kind in "fc") for output in outputs):
                 raise ValueError(
@@ -177,11 +188,15 @@ class MaxTokens(Splitter):
                     f"each sample. Nothing was updated."
                 )
             return outputs[0]
-        joined = np.concatenate([_at_width(output, tokens, plan.before) for output in outputs], axis)
-        return joined.take(plan.order, axis)
+        joined = np.concatenate([_at_width(output, tokens, self.plan.before) for output in outputs], axis)
+        return joined.take(self.plan.order, axis)
 
     def check_count(self, count: Callable) -> None:
-        """Check once, after a batch was split, that rows of padding count nothing."""
+        """Check once, after a batch was split, that rows of padding count nothing.
+
+        Raises:
+            ValueError: If they count something.
+        """
         if self._filler_is_checked or self._filler is None:
             return
         counted = float(count(*self._filler))
@@ -217,10 +232,14 @@ class MaxTokens(Splitter):
         return np.maximum(whole_numbers("length", array, samples, before), 1)
 
     def _widths_for(self, lengths: np.ndarray, before: int, max_tokens: int | None) -> tuple[int, ...]:
-        if self.widths is not None:
-            return self.widths
+        if self._widths is not None:
+            return self._widths
         largest = before if max_tokens is None or self.auto else min(before, max_tokens)
         return best_widths(lengths, self._number, largest=max(lengths.max(), largest))
+
+    def _check(self, lengths: np.ndarray, widths: tuple[int, ...]) -> None:
+        self._check_longest(lengths)
+        self._check_widest(lengths, widths)
 
     def _check_longest(self, lengths: np.ndarray) -> None:
         longest = int(lengths.max())

@@ -40,15 +40,15 @@ class FoundTokens(AutomaticSize):
 
         def add() -> tuple[Any, bool]:
             added = self._split.add(batches.pop() if batches else self.prepare(tuple(batch.inputs)))
-            return added, bool(added[0].asnumpy().any())
+            return added, bool(added.sums.asnumpy().any())
 
-        _, loss, outputs = self._as_it_fits(add, batch.inputs[0].shape[0])
+        added = self._as_it_fits(add, batch.inputs[0].shape[0])
         if self._parts.window.open.is_full:
             self._agree_at_the_end()
-        return self._split.end(loss, outputs)
+        return self._split.end(added)
 
     def rehearsed(self, size: Any) -> StepOnTrial:
-        self._split.split = size
+        self._split.split_by(size)
         return RehearsedStep(self._parts, self._split)
 
     def _set(self, size: int) -> None:

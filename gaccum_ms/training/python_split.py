@@ -14,7 +14,7 @@ micro-batches, however many these are. A window's length is counted in batches, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -43,6 +43,14 @@ class AddMicroBatch(OfWindow):
         return self.window.add_micro_batch(sums, times, micro_batch, self.update.scale())
 
 
+class Added(NamedTuple):
+    """A batch that was added to the window: its sums, its mean loss, and its outputs."""
+
+    sums: ms.Tensor
+    loss: Any
+    outputs: list[ms.Tensor]
+
+
 class PythonSplit(Runner):
     """Trains on batches that a function splits."""
 
@@ -55,8 +63,12 @@ class PythonSplit(Runner):
         self._first_output = 1 + options.returns_ratio  # its position in what the network returns
         # How the outputs of a MaxTokens are joined: the axis of samples of each, and those of tokens.
         self._axes: list[tuple[int, tuple[int, ...]]] | None = None
-        self.split: Splitter = options.split
+        self.split_by(options.split)
         self.renew_graphs()
+
+    def split_by(self, split: Splitter) -> None:
+        """Split later batches so."""
+        self.split = split
 
     def renew_graphs(self) -> None:
         """Discard the graphs of the old shapes, which frees their memory."""
@@ -82,12 +94,10 @@ class PythonSplit(Runner):
         self._axes = list(zip(axes_of(outputs, self._parts.options.returns_ratio, widths), tokens, strict=True))
 
     def run(self, batch: Batch) -> Any:
-        _, loss, outputs = self.add(batch)
-        return self.end(loss, outputs)
+        return self.end(self.add(batch))
 
-    def add(self, batch: Batch) -> tuple[ms.Tensor, Any, list[ms.Tensor]]:
-        """Add the micro-batches of a batch to the window, on this rank alone. Returns its sums, its mean loss, and its
-        outputs."""
+    def add(self, batch: Batch) -> Added:
+        """Add the micro-batches of a batch to the window, on this rank alone."""
         micro_batches: Any = batch.micro_batches()
         window = self._parts.window.open
         window.begin_eagerly()
@@ -103,11 +113,12 @@ class PythonSplit(Runner):
             for number, of_all in enumerate(zip(*outputs, strict=True))
         ]
         window.end_eagerly(sums)
-        return sums, loss, joined
+        return Added(sums, loss, joined)
 
-    def end(self, loss: Any, outputs: Sequence[ms.Tensor]) -> Any:
+    def end(self, added: Added) -> Any:
         """Finish a batch; if its window ends, update on all ranks. Returns what the step returns."""
         parts, window = self._parts, self._parts.window.open
+        _, loss, outputs = added
         scale = parts.update.scale()
         overflow = ms.Tensor(False, ms.bool_)
         if window.is_full:

@@ -268,7 +268,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             )
         self.spans_batches = True
         self.window = self._make_window()
-        self.update.window = self.window.open
+        self.update.take_window(self.window.open)
         self._assemble()
 
     @property
