@@ -94,9 +94,13 @@ class Launched:
         finally:
             self.finish()
 
-    def running(self) -> list[psutil.Process]:
-        """The processes that were started, but not the launcher itself, nor Ray's."""
-        return processes(lambda each: each.environ().get("TEST_MARK") == self.mark and each.pid != self.process.pid)
+    def running(self, right: Callable[[psutil.Process], object] = lambda process: True) -> list[psutil.Process]:
+        """The processes that were started and for which this is true, but not the launcher itself, nor Ray's."""
+
+        def mine(process: psutil.Process) -> bool:
+            return process.environ().get("TEST_MARK") == self.mark and process.pid != self.process.pid
+
+        return processes(lambda process: mine(process) and right(process))
 
     def wait_for(self, *paths: Path) -> None:
         """Wait until these files are there, while the launcher runs."""

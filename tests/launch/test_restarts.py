@@ -208,6 +208,11 @@ def test_a_rank_that_fails_each_time_fails_the_launch_when_no_restart_is_left(tm
     assert sorted(path.name for path in (tmp_path / "log_output").iterdir() if path.is_dir()) == ["1", "msrun"]
 
 
+def processes_with(word: str, launched: Launched) -> list[psutil.Process]:
+    """The launcher's processes with this word at the front of their commands."""
+    return launched.running(lambda process: any(each.endswith(word) for each in process.cmdline()[:5]))
+
+
 @pytest.mark.thorough
 def test_what_stands_between_launcher_and_ranks_may_be_killed(tmp_path):
     script = write(
@@ -218,8 +223,7 @@ def test_what_stands_between_launcher_and_ranks_may_be_killed(tmp_path):
     launched = Launched(script, "-n", "2", "--max-restarts", "2")
     for attempt, which in enumerate(("msrun", "--guard")):
         launched.wait_for(*(tmp_path / f"up.{attempt}.{rank}" for rank in range(2)))
-        between = [each for each in launched.running() if any(word.endswith(which) for word in each.cmdline()[:5])]
-        between[-1].kill()
+        processes_with(which, launched)[-1].kill()
     done = launched.finish()
     assert done.returncode == 0, done.stderr
     for restart in (1, 2):
