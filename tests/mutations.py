@@ -338,8 +338,8 @@ FAULTS = [
     Fault(
         "a negative count is taken",
         "losses/counts.py",
-        "valid = ops.logical_and(numbers >= 0, numbers < _INFINITY)",
-        "valid = numbers < _INFINITY",
+        "valid = ops.logical_and(numbers >= 0, ops.isfinite(numbers))",
+        "valid = ops.isfinite(numbers)",
         "losses/test_counts.py -k bad_count",
     ),
     Fault(
@@ -714,16 +714,16 @@ FAULTS = [
     # -- pipelines
     Fault(
         "each micro-batch of a pipeline is the first",
-        "semi_auto/shard_slice.py",
-        "((index * size, (index + 1) * size) for index in range(micro_size))",
-        "((0, size) for index in range(micro_size))",
+        "semi_auto/pipeline.py",
+        "(0, begin, 0), (self.parts, end, numbers)",
+        "(0, 0, 0), (self.parts, end - begin, numbers)",
         "semi_auto/test_pipelines.py -k every_stage",
     ),
     Fault(
         "the sums of a pipeline stay on its last stage",
-        "semi_auto/pipeline.py",
-        "self.reduces = stages() > 1",
-        "self.reduces = False",
+        "semi_auto/unrolled_window.py",
+        "self.has_stages = stages() > 1",
+        "self.has_stages = False",
         "semi_auto/test_pipelines.py -k every_stage",
     ),
     Fault(

@@ -18,7 +18,7 @@ from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
 _shape_of = ops.TensorShape()
-_INFINITY, _NAN = float("inf"), float("nan")
+_NAN = float("nan")
 
 
 class CountMask(nn.Cell):
@@ -130,7 +130,7 @@ def float32_count(count: ms.Tensor | float) -> ms.Tensor:
 def nan_if_bad(numbers: ms.Tensor) -> ms.Tensor:
     """NaN in the place of counts that are negative or infinite. NaN survives sums and collectives, so that all ranks
     refuse the window together."""
-    valid = ops.logical_and(numbers >= 0, numbers < _INFINITY)
+    valid = ops.logical_and(numbers >= 0, ops.isfinite(numbers))
     return ops.select(valid, numbers, ms.Tensor(_NAN, ms.float32))
 
 

@@ -37,6 +37,7 @@ from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.compiled_once import compiled_once
+from gaccum_ms.semi_auto.operators import each, stack
 from gaccum_ms.semi_auto.pipeline import PipelineSlices
 from gaccum_ms.semi_auto.shard_slice import ShardSlices
 
@@ -44,12 +45,12 @@ _SMALL = 1e-30  # in the place of a total of zero, whose numerators are zero
 
 
 class MicroBatches(nn.Cell):
-    """Cut all inputs but the shared ones into micro-batches."""
+    """Cut all inputs but the shared ones into micro-batches: a tuple for each input."""
 
     def __init__(self, micro_size: int, shared: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
         self.micro_size = micro_size
-        self.shared = shared
+        self.is_cut = ops.constexpr(lambda position: position not in shared and micro_size > 1)
         parts = auto_parallel.parts_of_inputs()
         kind = PipelineSlices if stages() > 1 else ShardSlices
         self.slices = nn.CellList([kind(micro_size, part) for part in parts], auto_prefix=False)
@@ -59,10 +60,10 @@ class MicroBatches(nn.Cell):
         by_input: tuple = ()
         for position in range(len(inputs)):
             parts = (inputs[position],) * self.micro_size
-            if position not in self.shared and self.micro_size > 1:
+            if self.is_cut(position):
                 parts = self.slices[0 if self.one_for_all else position](inputs[position])
             by_input = (*by_input, parts)
-        return tuple(zip(*by_input))  # noqa: B905 -- a graph's zip has no other argument
+        return by_input
 
 
 class Numerators(nn.Cell):
@@ -114,15 +115,12 @@ class Numerators(nn.Cell):
             scalars = scalars_of(outputs, factor)
             loss = loss[0]
         loss = ops.cast(loss, ms.float32) if self.per_sample else float32_loss(loss)
-        return times(loss, factor), scalars, outputs
+        return times(factor, loss), scalars, outputs
 
-    def finished(self, sums, unit, scale):
+    def finished(self, numerators, totals, unit, scale):
         """From the batch's sums: the gradients' divisor, the loss with the outputs of shape (), and whether anything
         was counted."""
-        means: tuple = ()
-        for total in sums:
-            means = (*means, times(total, self.share))
-        return scale, means, True
+        return scale, each(ops.partial(times, self.share), numerators), True
 
 
 class Fraction(Numerators):
@@ -161,21 +159,18 @@ class Fraction(Numerators):
         loss, scalars, outputs = self.weighed(micro_batch, items if self.loss_is_mean else 1.0)
         return loss, (*scalars, items) if self.counts_micro_batches else scalars, outputs
 
-    def divided(self, sums):
+    def divided(self, numerators, total):
         """The loss and the outputs of shape (), what they were divided by, and whether anything was counted."""
-        total = counts.at_least(sums[-1], self.min_count)
+        total = counts.at_least(total, self.min_count)
         counted = total > 0
-        divisor = ops.select(counted, total, ops.ones_like(total))
-        means: tuple = ()
-        for numerator in sums[:-1]:
-            means = (*means, ops.select(counted, numerator / divisor, ops.zeros_like(total)))
-        return means, divisor, counted
+        divisor = ops.select(counted, total, 1.0)
+        return each(ops.partial(quotient_or_zero, counted, divisor), numerators), divisor, counted
 
-    def finished(self, sums, unit, scale):
-        means, divisor, counted = self.divided(sums)
-        loss = ops.depend(means[0], ops.assign(self.window_count, sums[-1]))
+    def finished(self, numerators, totals, unit, scale):
+        total = ops.depend(totals[0], ops.assign(self.window_count, totals[0]))
+        means, divisor, counted = self.divided(numerators, total)
         # If a micro-batch counts nothing, its mean and thus the loss are NaN.
-        return divisor * unit * scale, (loss, *means[1:]), ops.logical_and(counted, ops.isfinite(loss))
+        return divisor * unit * scale, means, ops.logical_and(counted, ops.isfinite(means[0]))
 
 
 class Ratio(Fraction):
@@ -183,14 +178,16 @@ class Ratio(Fraction):
 
     def construct(self, factors, *micro_batch):
         outputs = self.network(*micro_batch)
-        numerator, denominator = fractions(outputs, 1, self.aux)
+        check_fractions(outputs, 1, self.aux)
         others = ()
         scalars = ()
         if self.aux:
             check_outputs(outputs, 2, micro_batch[0].shape[0])
             others = without_gradient(outputs[2:])
             scalars = scalars_of(others, 1.0)
-        return numerator, (*scalars, denominator), others
+        # Zeros that are added to a numerator's gradient would take the compiler another round of passes.
+        denominator = ops.stop_gradient(counts.float32_count(outputs[1]))
+        return ops.cast(outputs[0], ms.float32), (*scalars, denominator), others
 
 
 class WeightedLosses(nn.Cell):
@@ -221,7 +218,9 @@ class WeightedLosses(nn.Cell):
 
     def totals(self, *inputs):
         if self.ratio:
-            return without_gradient(fractions(self.for_totals(*inputs), self.number, False)[1::2])
+            outputs = self.for_totals(*inputs)
+            check_fractions(outputs, self.number, False)
+            return without_gradient(each(counts.float32_count, outputs[1::2]))
         return self.items(inputs)
 
     def items(self, batch):
@@ -235,25 +234,22 @@ class WeightedLosses(nn.Cell):
         return ()
 
     def factors(self, totals):
-        factors: tuple = ()
-        for term in range(self.number):
-            factors = (*factors, self.weights[term] / ops.maximum(totals[term], self.least))
-        return factors
+        return each(ops.partial(factor_of, self.least), self.weights, totals)
 
     def construct(self, factors, *micro_batch):
         outputs = self.network(*micro_batch)
-        losses = fractions(outputs, self.number, False)[::2] if self.ratio else float32_losses(outputs, self.number)
+        losses = each(as_float32, outputs[::2]) if self.ratio else float32_losses(outputs, self.number)
         if self.loss_is_mean:
-            losses = sums_of_means(losses, self.items(micro_batch))
+            losses = each(sum_of_mean, losses, self.items(micro_batch))
         weighted = losses[0] * factors[0]
         for term in range(1, self.number):
             weighted = weighted + losses[term] * factors[term]
         return weighted, without_gradient(losses), ()
 
-    def finished(self, sums, unit, scale):
-        totals = ops.stack(sums[1 + self.number :])
-        terms = ops.stack(sums[1 : 1 + self.number]) / ops.maximum(totals, self.least)
-        loss = ops.depend(sums[0], (ops.assign(self.loss_terms, terms), ops.assign(self.window_count, totals)))
+    def finished(self, numerators, totals, unit, scale):
+        totals = stack(totals)
+        terms = stack(numerators[1:]) / ops.maximum(totals, self.least)
+        loss = ops.depend(numerators[0], (ops.assign(self.loss_terms, terms), ops.assign(self.window_count, totals)))
         least = counts.at_least(totals, self.min_count)
         counted = ops.logical_and((least >= 0).all(), (least > 0).any())
         return scale, (loss,), ops.logical_and(counted, ops.isfinite(loss))
@@ -291,56 +287,74 @@ class BatchSums(nn.Cell):
     def construct(self, *inputs):
         totals = self.parts.totals(*inputs)
         factors = self.parts.factors(totals)
-        micro_batches = self.micro_batches(*inputs)
-        loss, numbers, others = self.parts(factors, *micro_batches[0])
-        outputs: tuple = (others,)
+        results = each(ops.partial(self.parts, factors), *self.micro_batches(*inputs))
+        losses = each(loss_of, results)
+        loss = losses[0]
         for index in range(1, self.micro_size):
-            part, own_numbers, others = self.parts(factors, *micro_batches[index])
-            loss = self.adds[index - 1](loss, part)
-            numbers, outputs = (*numbers, *own_numbers), (*outputs, others)
+            loss = self.adds[index - 1](loss, losses[index])
         loss = self.parts.reducer.reduce(loss) if self.parts.per_sample else loss
-        numbers = (loss, *numbers, *totals)
+        numbers: tuple = (loss,)
+        for kind in range(len(numbers_of(results[0]))):
+            numbers = (*numbers, *each(ops.partial(number_of, kind), results))
+        numbers = (*numbers, *totals)
         # Stacked, because only Tensors with a backward are whole; others are this device's part.
-        result = ops.stack(numbers) if len(numbers) > 1 else loss
-        return (result, outputs) if self.returns_outputs else result
+        numbers = stack(numbers) if len(numbers) > 1 else loss
+        return (numbers, each(outputs_of, results)) if self.returns_outputs else numbers
 
     def sums(self, numbers, inputs):
-        """The sums over the batch, from the numbers that `construct` returned. A bad count is NaN."""
+        """The batch's numerators, the loss first, and its totals of counts, from the numbers that `construct` returned.
+        A bad count is NaN."""
         end = len(numbers) - self.parts.batch_counts
-        kinds = (end - 1) // self.micro_size
-        sums: tuple = (numbers[0],)
-        for kind in range(kinds):
-            of_micro_batches = ops.stack(numbers[1 + kind : end : kinds])
-            if self.parts.counts_micro_batches and kind == kinds - 1:
-                of_micro_batches = counts.nan_if_bad(of_micro_batches)
-            sums = (*sums, ops.reduce_sum(of_micro_batches))
-        for position in range(end, len(numbers)):
-            sums = (*sums, counts.nan_if_bad(numbers[position]))
-        return (*sums, *self.parts.constants(*inputs))
+        totals = each(counts.nan_if_bad, numbers[end:]) if self.parts.batch_counts else self.parts.constants(*inputs)
+        if self.parts.counts_micro_batches:
+            end = end - self.micro_size
+            totals = (ops.reduce_sum(counts.nan_if_bad(stack(numbers[end:]))),)
+        numerators: tuple = (numbers[0],)
+        for begin in range(1, end, self.micro_size):
+            numerators = (*numerators, ops.reduce_sum(stack(numbers[begin : begin + self.micro_size])))
+        return numerators, totals
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-def sums_of_means(losses, items):
-    """Each mean times its items. The batch's count does not tell whether each micro-batch's is valid."""
-    result: tuple = ()
-    for term in range(len(losses)):
-        result = (*result, losses[term] * counts.nan_if_bad(items[term]))
-    return result
+def loss_of(result):
+    return result[0]
 
 
-def times(number, factor):
+def numbers_of(result):
+    return result[1]
+
+
+def number_of(kind, result):
+    return result[1][kind]
+
+
+def outputs_of(result):
+    return result[2]
+
+
+def sum_of_mean(mean, items):
+    """The batch's count does not tell whether each micro-batch's is valid."""
+    return mean * counts.nan_if_bad(items)
+
+
+def times(factor, number):
     """No operator for a factor of 1."""
     return number if isinstance(factor, float) and factor == 1.0 else number * factor
 
 
+def quotient_or_zero(counted, divisor, numerator):
+    return ops.select(counted, numerator / divisor, 0.0)
+
+
+def factor_of(least, weight, total):
+    return weight / ops.maximum(total, least)
+
+
 def without_gradient(tensors):
     """One at a time: the passes of auto parallel mode know no StopGradient of a tuple."""
-    result: tuple = ()
-    for tensor in tensors:
-        result = (*result, ops.stop_gradient(tensor))
-    return result
+    return each(ops.stop_gradient, tensors)
 
 
 def scalars_of(outputs, factor):
@@ -348,7 +362,7 @@ def scalars_of(outputs, factor):
     scalars: tuple = ()
     for output in outputs:
         if output.ndim == 0:
-            scalars = (*scalars, times(ops.cast(output, ms.float32), factor))
+            scalars = (*scalars, times(factor, ops.cast(output, ms.float32)))
     return scalars
 
 
@@ -367,17 +381,14 @@ def _check_fractions(kinds, shapes, number, aux):
         )
 
 
-def fractions(outputs, number, aux):
-    """Numerators and denominators in turn, as float32."""
-    if not isinstance(outputs, (tuple, list)):
-        outputs = (outputs,)
-    kinds, shapes = kinds_and_shapes(outputs)
+def check_fractions(outputs, number, aux):
+    """Refuse what is no numerator and denominator in turn, for each loss."""
+    kinds, shapes = kinds_and_shapes(outputs if isinstance(outputs, (tuple, list)) else (outputs,))
     _check_fractions(kinds, shapes, number, aux)
-    result: tuple = ()
-    for term in range(number):
-        numerator, denominator = ops.cast(outputs[2 * term], ms.float32), outputs[2 * term + 1]
-        result = (*result, numerator, counts.float32_count(denominator))
-    return result
+
+
+def as_float32(number):
+    return ops.cast(number, ms.float32)
 
 
 @ops.constexpr

@@ -22,6 +22,7 @@ from mindspore.communication import create_group
 from gaccum_ms import backend
 from gaccum_ms.checks.arguments import first_of
 from gaccum_ms.distributed.stages import devices_of_stage, stages, stages_of_weights
+from gaccum_ms.semi_auto.operators import each, reshape
 from gaccum_ms.semi_auto.shard_slice import plan_of_slices
 
 _NAME = "GradAccumulationCell"
@@ -110,13 +111,12 @@ class PipelineSlices(nn.Cell):
         self.slice = ops.StridedSlice()
 
     def construct(self, value):
-        whole, bounds, shape = plan_of_slices(value.shape, self.parts, self.micro_size)
-        parted = ops.reshape(value, whole)
-        micro_batches: tuple = ()
-        for begin, end in bounds:
-            cut = self.slice(parted, (0, begin, 0), (self.parts, end, whole[2]), (1, 1, 1))
-            micro_batches = (*micro_batches, ops.reshape(cut, shape))
-        return micro_batches
+        whole, begins, ends, shape = plan_of_slices(value.shape, self.parts, self.micro_size)
+        return each(ops.partial(self.cut, reshape(value, whole), whole[2], shape), begins, ends)
+
+    def cut(self, parted, numbers, shape, begin, end):
+        """The micro-batch of samples `begin` to `end` of each part; `numbers` : of a sample."""
+        return reshape(self.slice(parted, (0, begin, 0), (self.parts, end, numbers), (1, 1, 1)), shape)
 
 
 class OverStages(nn.Cell):
@@ -124,14 +124,12 @@ class OverStages(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
-        self.reduces = stages() > 1
-        if self.reduces:
-            self.sum_over_stages = ops.AllReduce(group=_group_over_stages())
+        self.sum_over_stages = ops.AllReduce(group=_group_over_stages())
 
     def construct(self, sums, after):
         if sums.ndim > 0:
             return self.sum_over_stages(ops.depend(sums, after))
-        return ops.reshape(self.sum_over_stages(ops.depend(ops.expand_dims(sums, 0), after)), ())
+        return reshape(self.sum_over_stages(ops.depend(ops.expand_dims(sums, 0), after)), ())
 
 
 def _group_over_stages() -> str:

@@ -15,6 +15,7 @@ import math
 from mindspore import nn, ops
 
 from gaccum_ms.semi_auto import modes as auto_parallel
+from gaccum_ms.semi_auto.operators import each, reshape
 
 
 class ShardSlices(nn.Cell):
@@ -41,22 +42,24 @@ class ShardSlices(nn.Cell):
         self.parts_first = ops.Transpose().shard(((1, parts, 1),))
 
     def construct(self, value):
-        whole, bounds, shape = plan_of_slices(value.shape, self.parts, self.micro_size)
-        parted = self.samples_first(ops.reshape(value, whole), (1, 0, 2))
-        micro_batches: tuple = ()
-        for begin, end in bounds:
-            cut = self.slice(parted, (begin, 0, 0), (end, self.parts, whole[2]), (1, 1, 1))
-            micro_batches = (*micro_batches, ops.reshape(self.parts_first(cut, (1, 0, 2)), shape))
-        return micro_batches
+        whole, begins, ends, shape = plan_of_slices(value.shape, self.parts, self.micro_size)
+        parted = self.samples_first(reshape(value, whole), (1, 0, 2))
+        return each(ops.partial(self.cut, parted, whole[2], shape), begins, ends)
+
+    def cut(self, parted, numbers, shape, begin, end):
+        """The micro-batch of samples `begin` to `end` of each part; `numbers` : of a sample."""
+        own = self.slice(parted, (begin, 0, 0), (end, self.parts, numbers), (1, 1, 1))
+        return reshape(self.parts_first(own, (1, 0, 2)), shape)
 
 
 @ops.constexpr
 def plan_of_slices(shape, parts, micro_size):
-    """The shape of an input by parts, (parts, samples of each, numbers of a sample); for each micro-batch the samples
-    of each part at which it begins and ends; and its shape. Refuses what cannot be cut: with data sinking, no Python of
-    the step runs before."""
+    """The shape of an input by parts, (parts, samples of each, numbers of a sample); the samples of each part at which
+    the micro-batches begin, and those at which they end; and a micro-batch's shape. Refuses what cannot be cut: with
+    data sinking, no Python of the step runs before."""
     own = shape[0] // parts
     auto_parallel.check_batch([(own,)], micro_size)
     size = own // micro_size
-    bounds = tuple((index * size, (index + 1) * size) for index in range(micro_size))
-    return (parts, own, math.prod(shape[1:])), bounds, (parts * size, *shape[1:])
+    begins = tuple(range(0, own, size))
+    ends = tuple(range(size, own + 1, size))
+    return (parts, own, math.prod(shape[1:])), begins, ends, (parts * size, *shape[1:])

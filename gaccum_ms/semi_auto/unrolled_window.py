@@ -20,9 +20,10 @@ from gaccum_ms import backend
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.backend.parameters import expose_records, hold_weights, record
-from gaccum_ms.distributed.stages import owned_weights
+from gaccum_ms.distributed.stages import owned_weights, stages
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.semi_auto.batch_sums import BatchSums
+from gaccum_ms.semi_auto.operators import reshape, stack, unstack
 from gaccum_ms.semi_auto.pipeline import OverStages, own_gradient
 from gaccum_ms.splitting.even_split import SplitPlan, plan_split
 
@@ -80,7 +81,9 @@ class UnrolledWindow(nn.Cell):
         self.parts = self.batch_sums.parts
         hold_weights(self, weights)
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.over_stages = OverStages()
+        self.has_stages = stages() > 1
+        if self.has_stages:
+            self.over_stages = OverStages()
         self.map = ops.HyperMap()
         self.owned = owned_weights(setup.network, weights)
         self.may_skip = self.needs_division = self.parts.may_skip
@@ -114,9 +117,9 @@ class UnrolledWindow(nn.Cell):
     def run(self, inputs, scale):
         """As `Window.run` ."""
         unit = self.batch_sums.unit_of(inputs[0].shape[0])
-        numbers, outputs, gradients = self.backwards(inputs, scale * unit)
+        numerators, totals, outputs, gradients = self.backwards(inputs, scale * unit)
         gradients = self.reduced(gradients)
-        divisor, means, counted = self.parts.finished(numbers, unit, scale)
+        divisor, means, counted = self.parts.finished(numerators, totals, unit, scale)
         loss = self.noted(means[0], gradients) if self.notes_gradient else means[0]
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
         return (gradients, divisor, loss, counted), outputs
@@ -124,11 +127,12 @@ class UnrolledWindow(nn.Cell):
     def add_batch(self, inputs):
         """Forward, backward and add for a batch that does not end its window; returns its mean loss, and outputs."""
         unit = self.batch_sums.unit_of(inputs[0].shape[0])
-        numbers, outputs, gradients = self.backwards(inputs, (self.open.window_unit + 0.0) * unit)
-        own = ops.stack((numbers[0], numbers[-1], ops.zeros_like(numbers[0]), ops.ones_like(numbers[0])))
+        numerators, totals, outputs, gradients = self.backwards(inputs, (self.open.window_unit + 0.0) * unit)
+        loss, items = numerators[0], totals[0]
+        own = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))
         kept = ops.assign_add(self.open.window_sums, ops.depend(own, self.store.read(gradients)))
-        kept = ops.depend(kept, ops.assign(self.open.batch_items, numbers[-1]))
-        means, _, _ = self.parts.divided(numbers)
+        kept = ops.depend(kept, ops.assign(self.open.batch_items, items))
+        means, _, _ = self.parts.divided(numerators, items)
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
         return ops.depend(means[0], kept), outputs
 
@@ -136,40 +140,44 @@ class UnrolledWindow(nn.Cell):
         """The same for the window's last batch. Returns what `run` does for the window, its loss, and outputs."""
         weight, scale = self.batch_weight + 0.0, self.open.window_unit + 0.0
         unit = self.batch_sums.unit_of(inputs[0].shape[0])
-        numbers, outputs, gradients = self.backwards(inputs, scale * weight * unit)
+        numerators, totals, outputs, gradients = self.backwards(inputs, scale * weight * unit)
         gradients = self.reduced(gradients)
-        means, _, _ = self.parts.divided(numbers)
-        before = ops.unstack(self.open.window_sums + 0.0)
-        loss = ops.depend(means[0], ops.assign(self.open.batch_items, numbers[-1]))
+        means, _, _ = self.parts.divided(numerators, totals[0])
+        before = unstack(self.open.window_sums + 0.0)
+        loss = ops.depend(means[0], ops.assign(self.open.batch_items, totals[0]))
         loss = ops.depend(loss, ops.assign(self.open.window_batches, before[3] + weight))
-        of_window = before[0] + numbers[0] * weight, before[1] + numbers[-1] * weight
-        divisor, mean, counted = self.parts.finished(of_window, unit, scale)
-        of_loss = ops.depend(mean[0], loss)
+        numerators = (before[0] + numerators[0] * weight,)
+        totals = (before[1] + totals[0] * weight,)
+        divisor, means_of_window, counted = self.parts.finished(numerators, totals, unit, scale)
+        of_loss = ops.depend(means_of_window[0], loss)
         of_loss = self.noted(of_loss, gradients) if self.notes_gradient else of_loss
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
         return (gradients, divisor, of_loss, counted), loss, outputs
 
     def backwards(self, inputs, scale):
-        """The sums of a batch, its outputs, and what backward returns."""
+        """A batch's numerators, totals and outputs, and what backward returns."""
         numbers = self.batch_sums(*inputs)
         outputs = ()
         if self.has_outputs:
             numbers, outputs = numbers
         seed = scale  # of the loss
         if numbers.ndim > 0:
-            seed = ops.stack((scale, *((ops.zeros_like(scale),) * (numbers.shape[0] - 1))))
+            # The compiler takes no constant stack apart again: a loss per sample, whose seed it would not know, would
+            # cost one more reduction over devices. So one of the zeros is no constant.
+            seed = stack((scale, ops.zeros_like(scale), *zeros(numbers.shape[0] - 2)))
         seeds = (seed + self.zero, self.zero_seeds(outputs)) if self.has_outputs else seed
         gradients = self.backward(self.batch_sums, self.weights)(*inputs, seeds)
-        if self.over_stages.reduces:
+        if self.has_stages:
             numbers = self.over_stages(numbers, gradients)
-        numbers = ops.unstack(numbers) if numbers.ndim > 0 else (numbers,)
-        return self.batch_sums.sums(numbers, inputs), outputs, gradients
+        numbers = unstack(numbers) if numbers.ndim > 0 else (numbers,)
+        numerators, totals = self.batch_sums.sums(numbers, inputs)
+        return numerators, totals, outputs, gradients
 
     def reduced(self, gradients):
         """The gradients over all devices."""
         if self.accumulates and not self.optimizer_is_sharded:
             gradients = self.store.read(gradients)
-        return self.map(own_gradient, gradients, self.owned) if self.over_stages.reduces else gradients
+        return self.map(own_gradient, gradients, self.owned) if self.has_stages else gradients
 
     def noted(self, loss, gradients):
         return ops.depend(loss, ops.assign(self.noted_gradient, ops.reduce_sum(gradients[self.smallest])))
@@ -242,7 +250,13 @@ class AddedBatch(nn.Cell):
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
+@ops.constexpr
+def zeros(size):
+    """The seeds of what has no gradient."""
+    return tuple(ms.Tensor(0.0, ms.float32) for _ in range(size))
+
+
 def found_on_any(sum_over_devices, condition):
     """Whether any device has found `condition` in its parts of the gradients."""
     found = ops.expand_dims(ops.cast(condition, ms.float32), 0)  # in a pipeline a reshape is refused
-    return ops.reshape(sum_over_devices(found), ()) > 0
+    return reshape(sum_over_devices(found), ()) > 0

@@ -237,7 +237,7 @@ class SumsFirst(UnrolledWindow):
         numbers = self.over_stages(self.batch_sums(*inputs), scale)
         seeds = ops.stack((scale, *((ops.zeros_like(scale),) * (numbers.shape[0] - 1))))
         gradients = self.backward(self.batch_sums, self.weights)(*inputs, seeds)
-        return self.batch_sums.sums(ops.unstack(numbers), inputs), (), gradients
+        return (*self.batch_sums.sums(ops.unstack(numbers), inputs), (), gradients)
 
 
 def deep(net, kind, micro_size, stages):
