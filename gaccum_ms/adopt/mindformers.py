@@ -56,12 +56,15 @@ class Inputs(nn.Cell):
 class LaidSums(nn.Cell):
     """The sums of a batch whose inputs `laid` puts on devices."""
 
-    def __init__(self, sums: nn.Cell, laid: nn.Cell) -> None:
+    def __init__(self, batch_sums: nn.Cell, laid: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
-        self.sums, self.laid, self.unit_of = sums, laid, sums.unit_of
+        self.batch_sums, self.laid, self.unit_of = batch_sums, laid, batch_sums.unit_of
 
     def construct(self, *inputs):
-        return self.sums(*self.laid(*inputs))
+        return self.batch_sums(*self.laid(*inputs))
+
+    def sums(self, numbers, inputs):
+        return self.batch_sums.sums(numbers, inputs)
 
 
 class Loss(nn.Cell):
