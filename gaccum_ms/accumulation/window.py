@@ -220,6 +220,11 @@ class Window(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
+    @property
+    def adds_bad_batches(self) -> bool:
+        """Whether the sums of a batch with a bad count are in its window."""
+        return self.weighing.runs_all
+
     def begin_call(self) -> None:
         """Before each call: a graph that it compiles has new copies of a network that draws random numbers."""
         self.copies.made.clear()

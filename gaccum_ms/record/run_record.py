@@ -34,15 +34,23 @@ def rule_of(options: Options, on_ranks: bool) -> str:
 class RunRecord(nn.Cell):
     """The record of the run that saves a checkpoint. No graph reads its Parameters; they are in every checkpoint.
     `rules` : the possible weightings of micro-batches, out of `RULES` ; if several, each window's first batch decides,
-    in `window_rule` ."""
+    in `window_rule` . `resumes_windows` : whether an open window can be finished here, if it is this rank's."""
 
-    def __init__(self, owner: str, rules: Sequence[str], accumulation_steps: int, distributed: bool) -> None:
+    def __init__(
+        self,
+        owner: str,
+        rules: Sequence[str],
+        accumulation_steps: int,
+        distributed: bool,
+        resumes_windows: bool = True,
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.owner = owner
         self.rules = tuple(rules)
         self.rank: int = get_rank() if distributed else 0
         self.ranks: int = get_group_size() if distributed else 1
         self.own_steps = accumulation_steps
+        self.resumes_windows = resumes_windows
         self.begun = False  # whether the step has run
         self.loaded = False  # whether a checkpoint may have been loaded since its last run
         self.window_origin = of_this_rank(own("window_origin"), ms.Tensor([self.rank, self.ranks], ms.int32))
@@ -88,6 +96,12 @@ class RunRecord(nn.Cell):
         index of `RULES` ."""
         if not batches:
             return
+        if not self.resumes_windows:
+            raise ValueError(
+                f"For '{self.owner}', in semi-auto and auto parallel mode a checkpoint must be from between two "
+                f"windows, because each device has its own part of the sums, but got one that was saved {batches} "
+                f"batch(es) after a window's beginning. Save it at an update, as gaccum_ms.UpdateCheckpoint does."
+            )
         if not spans_batches:
             raise ValueError(
                 f"For '{self.owner}', the checkpoint was saved in a window, {batches} batch(es) after its beginning, "

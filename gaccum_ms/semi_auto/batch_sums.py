@@ -3,7 +3,7 @@
 Backward starts from the first of these numbers, a sum of numerators. The others have no gradient:
 
     mean or sum         numerators alone                                        (Numerators)
-    with a count        their sum, and the whole batch's count                  (Fraction)
+    with a count        their sum, and the whole batch's count                  (Fraction; also a window's samples)
     ratio               their sum, and that of the network's denominators       (Ratio)
     several losses      their weighted sum; each loss's sum; each total         (WeightedLosses)
 
@@ -134,6 +134,7 @@ class Fraction(Numerators):
         self.window_count = record("window_count")
         self.count = counts.count_cell(setup.options.counts[0])
         self.counts_samples = setup.options.counts[0] is None and not setup.options.returns_ratio
+        self.is_plain_sum = self.counts_samples and not setup.options.loss_is_mean  # which nothing divides
         # In a pipeline the last stage alone could count the batch.
         self.counts_micro_batches = setup.options.returns_ratio or (stages() > 1 and not self.counts_samples)
         self.batch_counts = 0 if self.counts_micro_batches or self.counts_samples else 1
@@ -163,7 +164,7 @@ class Fraction(Numerators):
         """The loss and the outputs of shape (), what they were divided by, and whether anything was counted."""
         total = counts.at_least(total, self.min_count)
         counted = total > 0
-        divisor = ops.select(counted, total, 1.0)
+        divisor = ops.ones_like(total) if self.is_plain_sum else ops.select(counted, total, 1.0)
         return each(ops.partial(quotient_or_zero, counted, divisor), numerators), divisor, counted
 
     def finished(self, numerators, totals, unit, scale):

@@ -1,8 +1,9 @@
-"""Networks that cast their weights: the compiler compiles them once for all micro-batches.
+"""Networks that the compiler compiles once for all micro-batches, because its passes need it.
 
 All micro-batches share the cast of a weight, but the compiler's pass assigns each operator to one micro-batch, unless
 the network is compiled once, with `mindspore.lazy_inline`. So where `to_float()` or `amp_level` cast weights, this file
-puts a Cell with it around the network. That is for Ascend: MindSpore's back end for GPUs does not run such graphs.
+puts a Cell with it around the network; and with `gradient_accumulation_shard` , whose pass finds no gradients otherwise.
+That is for Ascend: MindSpore's back end for GPUs does not run such graphs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 
 import mindspore as ms
 from mindspore import nn
+
+from gaccum_ms.semi_auto.modes import shards_gradients
 
 
 class CompiledOnce(nn.Cell):
@@ -36,7 +39,8 @@ def note_casts(network: nn.Cell) -> None:
 
 
 def compiled_once(network: nn.Cell, noted_on: nn.Cell) -> nn.Cell:
-    """The network, in a `CompiledOnce` if it casts weights that are compiled for each micro-batch.
+    """The network, in a `CompiledOnce` if the compiler needs that: if it casts weights that are compiled for each
+    micro-batch, or if gradients are sharded.
 
     Args:
         network (Cell): The network that runs on a micro-batch.
@@ -49,15 +53,17 @@ def compiled_once(network: nn.Cell, noted_on: nn.Cell) -> nn.Cell:
     by_level = any(getattr(cell, "casts_by_level", False) for _, cell in noted_on.cells_and_names())
     casting = [type(cell).__name__ for cell in _inlined(network) if by_level or _casts(cell)]
     inside = [type(cell).__name__ for _, cell in network.cells_and_names() if _is_lazy(cell)]
-    if (casting or inside) and not runs_on_device():
-        of_cell = f"it on the __init__ of '{inside[0]}'" if inside else f"a cast of the weights of '{casting[0]}'"
+    shards = shards_gradients()
+    if (casting or inside or shards) and not runs_on_device():
+        needs = f"a cast of the weights of '{casting[0]}'" if casting else "gradient_accumulation_shard=True"
+        needs = f"it on the __init__ of '{inside[0]}'" if inside else needs
         raise ValueError(
             f"For 'GradAccumulationCell', in semi-auto and auto parallel mode a network on GPU must not need "
-            f"mindspore.lazy_inline, which MindSpore runs on Ascend only, but got {of_cell}. Leave out lazy_inline, "
-            f"to_float() and amp_level. For float16, cast in the layer, tied to its input: "
-            f"ops.cast(ops.depend(self.weight, x), mindspore.float16)."
+            f"mindspore.lazy_inline, which MindSpore runs on Ascend only, but got {needs}. Leave out lazy_inline, "
+            f"to_float(), amp_level and gradient_accumulation_shard. For float16, cast in the layer, tied to its "
+            f"input: ops.cast(ops.depend(self.weight, x), mindspore.float16)."
         )
-    if not casting:
+    if not casting and (inside or not shards):
         return network
     if inside:
         raise ValueError(

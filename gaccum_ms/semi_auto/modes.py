@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from mindspore import nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from gaccum_ms import backend
+from gaccum_ms.backend.parameters import PREFIX
 from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.distributed.stages import devices_of_stage
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
@@ -86,6 +88,33 @@ def check_windows_of_batches(called_by_python):
         )
 
 
+def shards_gradients() -> bool:
+    """Whether each device accumulates its part of each gradient."""
+    return backend.get_grad_accumulation_shard() and bool(ms.get_auto_parallel_context("enable_parallel_optimizer"))
+
+
+def is_saving() -> bool:
+    """Whether the caller of our caller is MindSpore's own code that saves checkpoints."""
+    return sys._getframe(2).f_globals.get("__name__") == "mindspore.train.serialization"
+
+
+def prepare_save(step: nn.Cell, batches: int) -> None:
+    """Refuse a checkpoint that is saved in a window, `batches` batches after its beginning. Make MindSpore save our
+    records and single numbers: once it has compiled, it saves those Parameters alone that its graph reads, and an
+    optimizer with a constant rate does not read its `global_step` ."""
+    if batches:
+        raise RuntimeError(
+            f"For '{_NAME}', in semi-auto and auto parallel mode a checkpoint must be saved between two windows, "
+            f"because each device has its own part of the sums, but got one {batches} batch(es) after a window's "
+            f"beginning. Call step.flush() first, or save at an update, as gaccum_ms.UpdateCheckpoint does."
+        )
+    for parameter in step.get_parameters():
+        is_record = parameter.name.startswith(PREFIX) and parameter.layerwise_parallel  # averages lie as their weights
+        if is_record or parameter.size == 1:
+            parameter.init_data()
+            parameter.sliced = True
+
+
 def check_network(network: nn.Cell) -> None:
     """Refuse, before anything is built, networks that the compiler's passes cannot accumulate; compatibility.py checks
     the options.
@@ -93,10 +122,7 @@ def check_network(network: nn.Cell) -> None:
     Raises:
         ValueError: For gradients that the compiler both shards and averages; for layers that need a loop.
     """
-    shards_gradients = backend.get_grad_accumulation_shard() and ms.get_auto_parallel_context(
-        "enable_parallel_optimizer"
-    )
-    if shards_gradients and ms.get_auto_parallel_context("gradients_mean"):
+    if shards_gradients() and ms.get_auto_parallel_context("gradients_mean"):
         raise ValueError(
             f"For '{_NAME}', 'gradients_mean' must be False where 'gradient_accumulation_shard' is True, because the "
             f"compiler's pass then takes the mean over ranks of some weights' gradients and the sum of others', but "

@@ -19,6 +19,8 @@ from mindspore import nn, ops
 from gaccum_ms import backend
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.saturation import clear_flag, read_flag, saturates
+from gaccum_ms.accumulation.sums import BATCHES, COUNT, LOSS
 from gaccum_ms.backend.parameters import expose_records, hold_weights, record
 from gaccum_ms.distributed.stages import owned_weights, stages
 from gaccum_ms.options.compatibility import Setup
@@ -72,6 +74,7 @@ class UnrolledWindow(nn.Cell):
 
     is_sharded = True
     weighs_samples = False
+    adds_bad_batches = True
     micro_batch_size = None  # the number of micro-batches is fixed
 
     def __init__(self, setup: Setup, weights: ms.ParameterTuple, position: ms.Parameter | None = None) -> None:
@@ -129,12 +132,14 @@ class UnrolledWindow(nn.Cell):
         unit = self.batch_sums.unit_of(inputs[0].shape[0])
         numerators, totals, outputs, gradients = self.backwards(inputs, (self.open.window_unit + 0.0) * unit)
         loss, items = numerators[0], totals[0]
-        own = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))
-        kept = ops.assign_add(self.open.window_sums, ops.depend(own, self.store.read(gradients)))
-        kept = ops.depend(kept, ops.assign(self.open.batch_items, items))
+        sums = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))  # in the order of sums.py
+        added = ops.assign_add(self.open.window_sums, ops.depend(sums, self.store.read(gradients)))
+        added = ops.depend(added, ops.assign(self.open.batch_items, items))
+        if saturates():
+            added = ops.depend(added, ops.assign_add(self.open.saturated_batches, read_flag(added)))
         means, _, _ = self.parts.divided(numerators, items)
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
-        return ops.depend(means[0], kept), outputs
+        return ops.depend(means[0], added), outputs
 
     def end_batches(self, inputs):
         """The same for the window's last batch. Returns what `run` does for the window, its loss, and outputs."""
@@ -143,11 +148,11 @@ class UnrolledWindow(nn.Cell):
         numerators, totals, outputs, gradients = self.backwards(inputs, scale * weight * unit)
         gradients = self.reduced(gradients)
         means, _, _ = self.parts.divided(numerators, totals[0])
-        before = unstack(self.open.window_sums + 0.0)
+        sums = unstack(self.open.window_sums + 0.0)
         loss = ops.depend(means[0], ops.assign(self.open.batch_items, totals[0]))
-        loss = ops.depend(loss, ops.assign(self.open.window_batches, before[3] + weight))
-        numerators = (before[0] + numerators[0] * weight,)
-        totals = (before[1] + totals[0] * weight,)
+        loss = ops.depend(loss, ops.assign(self.open.window_batches, sums[BATCHES] + weight))
+        numerators = (sums[LOSS] + numerators[0] * weight,)
+        totals = (sums[COUNT] + totals[0] * weight,)
         divisor, means_of_window, counted = self.parts.finished(numerators, totals, unit, scale)
         of_loss = ops.depend(means_of_window[0], loss)
         of_loss = self.noted(of_loss, gradients) if self.notes_gradient else of_loss
@@ -242,7 +247,7 @@ class AddedBatch(nn.Cell):
         self.set_train()
 
     def construct(self, *inputs):
-        loss, outputs = self.window.add_batch(inputs)
+        loss, outputs = self.window.add_batch(clear_flag(inputs))
         loss = ops.depend(loss, ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32)))
         return self.update.returned(loss, ms.Tensor(False, ms.bool_), self.update.scale(), outputs)
 

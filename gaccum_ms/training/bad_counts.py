@@ -64,7 +64,7 @@ class Counts:
         micro_batches = batch.micro_batches()
         counted = [[float(count(*part)) for part in micro_batches] for count in options.counts if count is not None]
         others = "" if spans_batches else "Where these are fine, another rank's are not. "
-        was_added = spans_batches and parts.window.weighing.runs_all
+        was_added = spans_batches and parts.window.adds_bad_batches
         if by_python:
             others, was_added = "Where these are fine, another rank's or batch's of the window are not. ", True
         raise ValueError(

@@ -213,7 +213,9 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             self.rate_factor = record("rate_factor", value=1.0)
             self.rate_progress = record("rate_progress")
         rules = (rule_of(options, self.reducer_flag),)
-        self.run_record = RunRecord(_NAME, rules, options.accumulation_steps, self.reducer_flag)
+        self.run_record = RunRecord(
+            _NAME, rules, options.accumulation_steps, self.reducer_flag, resumes_windows=not self._unrolled
+        )
         self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
         self.window = self._make_window()
         ended = self._open_window() or self.window
@@ -352,15 +354,18 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         return averaged_weights(self.update)
 
     def init_parameters_data(self, *args, **kwargs):
-        """MindSpore calls this before it saves a checkpoint, and with ``auto_parallel_mode`` when it compiles."""
-        if self._unrolled and "auto_parallel_mode" not in kwargs and int(self.window_position.asnumpy()):
-            raise RuntimeError(
-                f"For '{_NAME}', in semi-auto and auto parallel mode a checkpoint must be saved between two windows, "
-                f"because each device has its own part of the sums, but got one in the middle of a window. Call "
-                f"step.flush() first, or save at an update, as gaccum_ms.UpdateCheckpoint does."
-            )
-        self._lifecycle.prepare_save()
+        """MindSpore calls this before it saves a checkpoint, unless its compiler has laid the step out."""
+        if not self._unrolled:
+            self._lifecycle.prepare_save()
         return super().init_parameters_data(*args, **kwargs)
+
+    @nn.Cell.parameter_layout_dict.getter
+    def parameter_layout_dict(self):
+        """MindSpore reads this first when it saves a checkpoint."""
+        if self._unrolled and auto_parallel.is_saving():
+            auto_parallel.prepare_save(self, int(self.window_position.asnumpy()))
+            self._lifecycle.prepare_save()
+        return nn.Cell.parameter_layout_dict.fget(self)
 
     def load(self, values: Mapping[str, np.ndarray]) -> None:
         """Load a checkpoint's values, by name, also in the middle of training; `gaccum_ms.resume` checks them."""

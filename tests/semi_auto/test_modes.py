@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 from mindspore.parallel.auto_parallel import AutoParallel
+from mindspore.train import serialization
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -45,15 +46,19 @@ def make_step(**options):
     return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
 
 
-def test_a_bad_count_is_one_clear_error():
+@pytest.mark.parametrize(
+    ("steps", "consequence"), [(1, "Nothing was changed"), (2, "The window that the batch is in does not update")]
+)
+def test_a_bad_count_is_one_clear_error(steps, consequence):
     """After the graph, which needs devices and is not run, has noted that the count was bad."""
 
     def count(x, y):
         return -1.0
 
-    step = make_step(micro_size=2, count=count)
-    step.window_count.set_data(Tensor(np.nan, ms.float32))
-    with pytest.raises(ValueError, match=r"'count' must return .* got \[\[-1.0, -1.0\]\].*Nothing was changed"):
+    step = make_step(micro_size=2, count=count, accumulation_steps=steps)
+    bad = step.window_count if steps == 1 else step.window.open.batch_items
+    bad.set_data(Tensor(np.nan, ms.float32))
+    with pytest.raises(ValueError, match=rf"'count' must return .* got \[\[-1.0, -1.0\]\].*{consequence}"):
         step._counts.check(step._runner.prepare(tuple(Tensor(value) for value in batches(4, 1)[0])))
 
 
@@ -144,7 +149,22 @@ def test_a_schedule_makes_windows_of_batches():
     assert not int(step.window_position.asnumpy())
 
 
-def test_the_adding_graph_and_the_updating_one_take_turns(monkeypatch):
+@pytest.fixture
+def compiled(monkeypatch):
+    """Saves as MindSpore does once its compiler has laid a step out: the Parameters that its graph has."""
+    monkeypatch.setattr(serialization, "_is_auto_parallel_mode", lambda step: True)
+
+    def save(step, file):
+        for parameter in step.get_parameters():
+            if parameter.name.startswith(("hidden.", "out.", "accum.", "stat.")):
+                parameter.init_data()
+                parameter.sliced = True
+        ms.save_checkpoint(step, str(file))
+
+    return save
+
+
+def test_the_adding_graph_and_the_updating_one_take_turns(monkeypatch, compiled, tmp_path):
     """The graphs need devices, and are not run; the order of their calls is Python's."""
     step = make_step(micro_size=2, accumulation_steps=3)
     calls = []
@@ -158,6 +178,7 @@ def test_the_adding_graph_and_the_updating_one_take_turns(monkeypatch):
         calls.append(f"update {float(step.window.batch_weight.asnumpy())}")
         step.window.open.reset_eagerly()
 
+    step._lifecycle.begin_call()
     runner = step._runner
     runner._add, runner._run_graph = added, lambda: updated
     monkeypatch.setattr(auto_parallel, "check_device", lambda: None)
@@ -165,10 +186,41 @@ def test_the_adding_graph_and_the_updating_one_take_turns(monkeypatch):
     for _ in range(4):
         runner.run(batch)
     with pytest.raises(RuntimeError, match=r"must be saved between two windows, .*Call step\.flush\(\)"):
-        step.init_parameters_data()
+        compiled(step, tmp_path / "in_window.ckpt")
+    assert isinstance(step.parameter_layout_dict, dict)  # other readers than those that save
     step.flush()
     assert calls == ["add", "add", "update 1.0", "add", "update 0.0"]
-    step.init_parameters_data()
+    compiled(step, tmp_path / "between_windows.ckpt")
+
+
+def test_resumes_from_a_folder_of_checkpoints_after_compiling(compiled, tmp_path):
+    """They have the records that no graph reads, and the state of random numbers."""
+    step = make_step(micro_size=2, accumulation_steps=2, max_grad_norm=1.0)
+    step.update_count.set_data(Tensor(3, ms.int32))
+    ms.set_seed(5)
+    compiled(step, tmp_path / "saved.ckpt")
+    state = ms.get_rng_state()
+    ms.set_seed(6)
+    later = make_step(micro_size=2, accumulation_steps=2)
+    resume(later, tmp_path)
+    assert int(later.update_count.asnumpy()) == 3
+    np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), state.asnumpy())
+
+
+def test_a_checkpoint_of_an_open_window_is_refused(parallel_mode, tmp_path):
+    """It is of a device's own sums, or of a window of another mode, whose sums are of one rank."""
+    ms.reset_auto_parallel_context()
+    with eagerly():
+        first = make_step(micro_size=2, accumulation_steps=2)
+        first(*map(Tensor, batches(4, 1)[0]))
+    ms.save_checkpoint(first, str(tmp_path / "open.ckpt"))
+    ms.set_auto_parallel_context(parallel_mode=parallel_mode)
+    step = make_step(micro_size=2, accumulation_steps=2)
+    with pytest.raises(ValueError, match="must be from between two windows, .* saved 1 batch"):
+        resume(step, tmp_path / "open.ckpt")
+    ms.load_checkpoint(str(tmp_path / "open.ckpt"), step)
+    with pytest.raises(ValueError, match="must be from between two windows, .* saved 1 batch"):
+        step(*map(Tensor, batches(4, 1)[0]))
 
 
 def test_checkpoints_of_other_modes_are_loaded_before_the_first_step(tmp_path, parallel_mode):
