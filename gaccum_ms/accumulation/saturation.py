@@ -49,4 +49,4 @@ def clear_flag(after):
 def read_flag(after):
     """1 if anything overflowed between the clearing and `after` , else 0; float32 of shape (1,)."""
     flag = _get(ops.depend(ops.zeros(_FLAG, ms.int32), after))
-    return ops.cast((flag != 0).any(), ms.float32).reshape((1,))
+    return ops.cast((flag != 0).any(0, keep_dims=True), ms.float32)

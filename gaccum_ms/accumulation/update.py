@@ -240,7 +240,7 @@ class Update(nn.Cell):
             flag = flag + self.window.saturated_batches
         if self.adds_flags:
             flag = self.sum_of_flags(flag)
-        return flag.reshape(()) == 0
+        return (flag == 0).all()
 
     def _dropped(self, after):
         return ops.depend(self.window.dropped_micro_batches, after) > 0

@@ -2,7 +2,7 @@
 
 All micro-batches share the cast of a weight, but the compiler's pass assigns each operator to one micro-batch, unless
 the network is compiled once, with `mindspore.lazy_inline`. So where `to_float()` or `amp_level` cast weights, this file
-puts a Cell with it around the network; and with `gradient_accumulation_shard` , whose pass finds no gradients otherwise.
+puts a Cell with it around the network, and also for `gradient_accumulation_shard` , whose pass needs it for any network.
 That is for Ascend: MindSpore's back end for GPUs does not run such graphs.
 """
 

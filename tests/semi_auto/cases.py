@@ -332,6 +332,7 @@ LAYOUTS = {
     "op": (False, None, SUM | OPTIMIZER_PARALLEL),
     "ws": (False, None, SUM | WEIGHT_SHARDS),
     "sg": (True, None, SUM | SHARDED_GRADIENTS),
+    "unlazy sg": (False, None, SUM | SHARDED_GRADIENTS),  # we make it compiled once
     "lazy dp": (True, None, SUM),
     "lazy split": (True, SPLIT, SPLIT_DATA),
     "auto": (False, None, SUM | AUTO_PARALLEL),
@@ -365,11 +366,22 @@ OPTIONS = {
     "two sums, clip": {"returns": "sum", "counted": True, "max_grad_norm": 0.1} | TWO,
     "two means": {"returns": "mean", "counted": True} | TWO,
     "two ratios": TWO,
+    "two sums, scale, clamped": {
+        "returns": "sum",
+        "counted": True,
+        "scale": manager,
+        "max_grad_norm": 0.1,
+        "min_count": 60.0,
+    }
+    | TWO,
     "ratio, aux": {"aux": True},
+    "ratio, aux, scale": {"aux": True, "scale": manager, "max_grad_norm": 0.1},
     "windows": {"accumulation_steps": 2},
     "windows, one micro-batch": {"accumulation_steps": 2, "micro_size": 1},
     "windows, clip": {"accumulation_steps": 2, "max_grad_norm": 0.1},
     "windows, scale": {"accumulation_steps": 2, "scale": manager, "max_grad_norm": 0.1},
+    "windows, aux": {"accumulation_steps": 2, "aux": True},
+    "windows, clamped": {"accumulation_steps": 2, "min_count": 1000.0},
     "windows, sum, count": {"accumulation_steps": 2, "returns": "sum", "counted": True},
     "clip by value": {"transforms": lambda: (ClipByValue(0.02),)},
     "spikes": {"transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1))},
@@ -458,7 +470,29 @@ CASES = {
         for layout in LAYOUTS
         for name, options in OPTIONS.items()
     },
-    "windows, reduced by each batch": (lambda: masked("dp", accumulation_steps=2), SUM | {"reduces": True}),
+    **{
+        f"windows, reduced by each batch, {layout}": (
+            lambda layout=layout: masked(layout, accumulation_steps=2),
+            LAYOUTS[layout][2] | {"reduces": True},
+        )
+        for layout in ("dp", "split")
+    },
+    **{
+        f"{option}, saturating": (
+            lambda option=option: masked("dp", **OPTIONS[option]),
+            SUM | {"saturates": True},
+        )
+        for option in ("ratio, scale", "windows, scale")
+    },
+    # By the mean over samples, or the sum, with nothing to count.
+    **{
+        f"windows, {kind}, {layout}": (
+            lambda kind=kind, net=net: ours(net(kind), 4, reduction=kind, accumulation_steps=2),
+            LAYOUTS[layout][2],
+        )
+        for layout, net in (("dp", Net), ("op", Net), ("sg", lambda kind: LazyNet(reduction=kind)))
+        for kind in ("mean", "sum")
+    },
     "shared": (
         lambda: ours(Scaled(), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
         {"dataset_strategy": ((8, 1), (8, 1), (1, 1)), "shapes": (X, Y, (1, 1)), **SUM},

@@ -20,6 +20,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.communication import create_group, get_rank, init
 
+from gaccum_ms import backend
 from gaccum_ms.backend import cell_graph_executor, fork_utils
 from gaccum_ms.backend.micro_mirrors import unreduced
 from gaccum_ms.launch.cluster import reserved_port
@@ -28,15 +29,21 @@ from gaccum_ms.semi_auto.modes import settings_of
 from tests.semi_auto.cases import SAMPLES, X, Y
 from tests.semi_auto.compiled import AGAIN, RANKS, TIME_LIMIT, flag_of, folder_of, stages_of
 from tests.semi_auto.pipeline_cases import ALL_CASES
+from tests.support.saturating import yes
 
 # Parts of MindSpore's errors when the graph is finished and there is no device.
 NO_DEVICE = ("cudaGetLastError", "CUDA driver", "no CUDA-capable device")
-OF_CASES = ("reduces", "shapes", "stages", "dtype", "gpu")  # settings of a case that are not MindSpore's
+OF_CASES = ("reduces", "shapes", "stages", "dtype", "gpu", "saturates")  # settings of a case that are not MindSpore's
 
 
-def as_on_ascend():
-    """Context manager in which a network may need lazy_inline."""
-    return mock.patch.object(compiled_once, "runs_on_device", lambda: True)
+@contextlib.contextmanager
+def as_on_ascend(saturates):
+    """Context manager in which a network may need lazy_inline, and a device may saturate."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(compiled_once, "runs_on_device", lambda: True))
+        for name in ("ascend_target", "ascend_910a_target") if saturates else ():
+            stack.enter_context(mock.patch.object(backend, name, yes))
+        yield
 
 
 def compile_case(name, make, settings, graphs, folder):
@@ -127,7 +134,8 @@ def compile_wanted(out, cases):
         make, settings = cases[name.partition(AGAIN)[0]]
         stage, place = divmod(rank, RANKS // stages_of(settings))
         if place == 0:
-            with contextlib.nullcontext() if settings.get("gpu") else as_on_ascend():
+            device = contextlib.nullcontext() if settings.get("gpu") else as_on_ascend("saturates" in settings)
+            with device:
                 compile_case(name, make, settings, graphs / f"rank_{rank}", folder_of(out, name, stage))
             flag_of(out, name, stage).touch()
             print(name, flush=True)

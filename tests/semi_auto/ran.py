@@ -49,9 +49,9 @@ class Ran:
         self.counts = Counter(executed.node.op for executed in self.machine.executed)
 
     @classmethod
-    def windows(cls, case, parts, layout, batches, scale=1.0, adding=None):
-        """Windows of two batches: one graph adds, the other adds and updates. `adding` : another graph that adds.
-        ``flush`` in the place of the second batch: the first again, of which nothing is added."""
+    def windows(cls, case, parts, layout, batches, scale=1.0, adding=None, steps=2):
+        """Windows of so many batches: one graph adds, the other adds and updates. `adding` : another graph that adds.
+        ``flush`` in the place of a batch: the one before again, of which nothing is added."""
         first = cls(adding or case.adding, parts, layout=layout, steps=0)
         last = cls(case, parts, layout=layout, steps=0)
         for name, values in last.machine.state.items():
@@ -59,7 +59,8 @@ class Ran:
             assert [one.shape for one in shared] == [one.shape for one in values], f"{name} lies otherwise"
         last.machine.state = first.machine.state
         for index, batch in enumerate(batches):
-            ran, flushes = (first, last)[index % 2], isinstance(batch, str)
+            flushes = isinstance(batch, str)
+            ran = last if flushes or (index + 1) % steps == 0 else first
             batch = batches[index - 1] if flushes else batch
             last.machine.state["gaccum_ms.window_unit"][:] = [np.float32(scale)] * RANKS
             last.machine.state["gaccum_ms.batch_weight"][:] = [np.float32(not flushes)] * RANKS
@@ -99,11 +100,11 @@ def same_update(ours: Ran, theirs: Ran, tolerance=1e-5) -> bool:
     return all(np.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(left, right, strict=True))
 
 
-def by_hand(values):
+def by_hand(values, x=X, y=Y):
     """Loss and gradient of the mean over all samples of all ranks, in NumPy."""
-    hidden = np.maximum(X @ values["first"] + values["bias"], 0)
-    error = hidden @ values["second"] - Y
+    hidden = np.maximum(x @ values["first"] + values["bias"], 0)
+    error = hidden @ values["second"] - y
     backward = 2 * error / error.size
     at_hidden = backward @ values["second"].T * (hidden > 0)
-    gradients = {"first": X.T @ at_hidden, "bias": at_hidden.sum(0), "second": hidden.T @ backward}
+    gradients = {"first": x.T @ at_hidden, "bias": at_hidden.sum(0), "second": hidden.T @ backward}
     return np.mean(error**2), gradients

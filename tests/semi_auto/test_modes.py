@@ -216,10 +216,10 @@ def test_a_checkpoint_of_an_open_window_is_refused(parallel_mode, tmp_path):
     ms.save_checkpoint(first, str(tmp_path / "open.ckpt"))
     ms.set_auto_parallel_context(parallel_mode=parallel_mode)
     step = make_step(micro_size=2, accumulation_steps=2)
-    with pytest.raises(ValueError, match="must be from between two windows, .* saved 1 batch"):
+    with pytest.raises(ValueError, match=r"must be from between two windows, .* saved 1 batch"):
         resume(step, tmp_path / "open.ckpt")
     ms.load_checkpoint(str(tmp_path / "open.ckpt"), step)
-    with pytest.raises(ValueError, match="must be from between two windows, .* saved 1 batch"):
+    with pytest.raises(ValueError, match=r"must be from between two windows, .* saved 1 batch"):
         step(*map(Tensor, batches(4, 1)[0]))
 
 

@@ -8,15 +8,17 @@ import pytest
 from tests.semi_auto import whole_batch
 from tests.semi_auto.cases import OPTIONS
 from tests.semi_auto.compiled import SECOND_COMPILER, THOROUGH
-from tests.semi_auto.ran import RANKS, WEIGHTS, Ran
+from tests.semi_auto.ran import RANKS, WEIGHTS, Ran, by_hand
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
 
 QUICK = ("windows, clip", "split")
 PAIRS = [
     ("windows", "sg"),
-    *(("windows, clip", layout) for layout in ("dp", "op", "ws", "sg", "lazy dp", "auto")),
-    *(("windows, scale", layout) for layout in ("op", "sg")),
+    *(("windows, clip", layout) for layout in ("dp", "op", "ws", "sg", "unlazy sg", "lazy dp", "auto")),
+    *(("windows, scale", layout) for layout in ("dp", "split", "op", "ws", "sg")),
+    *(("windows, aux", layout) for layout in ("dp", "sg")),
+    *(("windows, clamped", layout) for layout in ("split", "op")),
     *(("windows, sum, count", layout) for layout in ("split", "sg")),
     ("windows, one micro-batch", "dp"),
 ]
@@ -32,8 +34,9 @@ def run(cases, option, layout, batches, windows, **others):
     scale = 1024.0 if "scale" in option else 1.0
     ran = Ran.windows(case, parts, places, batches, scale, **others)
     values = case.parameters
+    clip, least = OPTIONS[option].get("max_grad_norm"), OPTIONS[option].get("min_count", 0.0)
     for window in windows:
-        whole = whole_batch.Update(values, window, clip=OPTIONS[option].get("max_grad_norm"))
+        whole = whole_batch.Update(values, window, clip=clip, min_count=least)
         values = {**values, **whole.after}
     whole.before = case.parameters
     return ran, whole
@@ -50,7 +53,24 @@ def test_two_windows_of_two_batches_equal_two_updates(cases, option, layout):
     assert not any(np.any(ran.parameter("accu_grads." + name)) for name in WEIGHTS)
 
 
-@pytest.mark.parametrize("layout", ["split", pytest.param("op", marks=THOROUGH)])
+@pytest.mark.thorough
+@SECOND_COMPILER
+@pytest.mark.parametrize("layout", ["dp", "op", "sg"])
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_a_window_of_three_batches_that_count_nothing(cases, kind, layout):
+    """A mean is over the samples of all batches. Nothing divides a sum."""
+    case, (parts, places) = cases(f"windows, {kind}, {layout}"), whole_batch.place(layout)
+    batches = [whole_batch.batch(seed) for seed in (1, 2, 3)]
+    ran = Ran.windows(case, parts, places, batches, steps=3)
+    samples = joined(*batches)
+    loss, gradients = by_hand(case.parameters, *(array.astype(np.float64) for array in samples))
+    factor = 1.0 if kind == "mean" else samples[1].size
+    whole = whole_batch.UpdateBySGD(case.parameters, {name: factor * gradient for name, gradient in gradients.items()})
+    assert whole_batch.distance(ran, whole, layout) < 1e-5
+    np.testing.assert_allclose(ran.parameter("gaccum_ms.window_loss"), [factor * loss] * RANKS, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["split", *(pytest.param(layout, marks=THOROUGH) for layout in ("op", "sg"))])
 def test_a_flush_divides_by_the_batches_that_there_are(cases, layout):
     batch = whole_batch.batch(1)
     ran, whole = run(cases, "windows, clip", layout, [batch, "flush"], [batch])
@@ -69,9 +89,28 @@ def test_a_batch_that_does_not_end_its_window_reduces_no_gradient(cases, layout)
 
 @pytest.mark.thorough
 @SECOND_COMPILER
-def test_adding_with_mindspores_own_reduction_is_wrong(cases):
+@pytest.mark.parametrize("layout", ["dp", "split"])
+def test_adding_with_mindspores_own_reduction_is_wrong(cases, layout):
     """Negative control: the sum that the first batch has reduced is reduced again by the second."""
     batches = [whole_batch.batch(seed) for seed in (1, 2)]
-    adding = cases("windows, reduced by each batch").adding
-    ran, whole = run(cases, "windows, clip", "dp", batches, [joined(*batches)], adding=adding)
-    assert whole_batch.distance(ran, whole, "dp") > 0.1
+    adding = cases(f"windows, reduced by each batch, {layout}").adding
+    ran, whole = run(cases, "windows, clip", layout, batches, [joined(*batches)], adding=adding)
+    assert whole_batch.distance(ran, whole, layout) > 0.1
+
+
+@pytest.mark.thorough
+@SECOND_COMPILER
+def test_a_batch_that_does_not_end_its_window_keeps_a_saturating_devices_flag(cases):
+    """The adding graph clears the device's flag, and adds it to what the last batch looks at."""
+    case = cases("windows, scale, saturating")
+    for graph in (case.adding, case):
+        operators = [node.op for one in graph.program.graphs.values() for node in one.nodes]
+        assert "NPUClearFloatStatusV2" in operators
+        assert "NPUGetFloatStatusV2" in operators
+    added = [
+        node
+        for one in case.adding.program.graphs.values()
+        for node in one.nodes
+        if node.op == "AssignAdd" and "saturated_batches" in node.arguments[0]
+    ]
+    assert len(added) == 1
