@@ -26,6 +26,12 @@ class Setup(NamedTuple):
         return isinstance(self.network, WithBatchLossCell)
 
     @property
+    def accumulates_in_lower_precision(self) -> bool:
+        """Whether accumulators have a lower precision than a weight."""
+        is_lower = self.options.accumulators.dtype in (ms.float16, ms.bfloat16)
+        return is_lower and any(weight.dtype == ms.float32 for weight in self.network.trainable_params())
+
+    @property
     def sum_without_count(self) -> bool:
         """Whether the loss is a sum without a count of its items."""
         return self.options.reduction == "sum" and self.options.own_count is None

@@ -281,12 +281,12 @@ class Options:
         ),
         Rule(
             SEMI_AUTO,
-            "`Accumulators(compensated=True)`",
+            "`Accumulators(compensated=True)`, or of a lower precision than weights",
             SEMI_AUTO,
-            lambda s: s.options.accumulators.compensated,
-            "in semi-auto and auto parallel mode the argument 'accumulators' must have compensated=False, but got "
-            "{options.accumulators}: the compiler's own pass adds the gradients; give Accumulators(mindspore.float32). "
-            "Data parallel mode has no such limit.",
+            lambda s: s.options.accumulators.compensated or s.accumulates_in_lower_precision,
+            "in semi-auto and auto parallel mode the argument 'accumulators' must have compensated=False, and the "
+            "precision of the weights at least, but got {options.accumulators}: the compiler's own pass adds the "
+            "gradients; give Accumulators(mindspore.float32). Data parallel mode has no such limit.",
         ),
         Rule(
             SEMI_AUTO,

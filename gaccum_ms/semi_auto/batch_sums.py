@@ -77,7 +77,7 @@ class Numerators(nn.Cell):
         super().__init__(auto_prefix=False)
         options, network, _ = setup
         self.per_sample = isinstance(network, PerSampleLoss) and stages() == 1
-        self.network = compiled_once(network.network if self.per_sample else network, network)
+        self.network = compiled_once(network.network if self.per_sample else network, setup)
         if self.per_sample:
             self.reducer = network
         self.loss_is_mean = options.loss_is_mean
@@ -202,7 +202,7 @@ class WeightedLosses(nn.Cell):
     def __init__(self, setup: Setup) -> None:
         super().__init__(auto_prefix=False)
         options, network, _ = setup
-        self.network, self.for_totals = compiled_once(network, network), network
+        self.network, self.for_totals = compiled_once(network, setup), network
         self.number = self.batch_counts = options.losses
         self.weights = options.loss_weights
         self.loss_is_mean = options.loss_is_mean

@@ -2,17 +2,19 @@
 
 All micro-batches share the cast of a weight, but the compiler's pass assigns each operator to one micro-batch, unless
 the network is compiled once, with `mindspore.lazy_inline`. So where `to_float()` or `amp_level` cast weights, this file
-puts a Cell with it around the network, and also for `gradient_accumulation_shard` , whose pass needs it for any network.
-That is for Ascend: MindSpore's back end for GPUs does not run such graphs.
+puts a Cell with it around the network, and for `gradient_accumulation_shard` , whose pass needs it for any network.
+That is for Ascend: MindSpore's back end for GPUs does not run such graphs. A batch that is not cut does without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.semi_auto.modes import shards_gradients
 
 
@@ -38,22 +40,36 @@ def note_casts(network: nn.Cell) -> None:
     object.__setattr__(network, "casts_by_level", True)
 
 
-def compiled_once(network: nn.Cell, noted_on: nn.Cell) -> nn.Cell:
+def compiled_once(network: nn.Cell, setup: Setup) -> nn.Cell:
     """The network, in a `CompiledOnce` if the compiler needs that: if it casts weights that are compiled for each
     micro-batch, or if gradients are sharded.
 
     Args:
         network (Cell): The network that runs on a micro-batch.
-        noted_on (Cell): The cell's whole network, for which, or for a part, `note_casts` may have been called.
+        setup (Setup): The options, and the cell's whole network, for which, or for a part, `note_casts` may have been
+            called.
 
     Raises:
         ValueError: If a Cell with `mindspore.lazy_inline` is inside of it: the compiler takes one within another for
-            no micro-batch's. On GPU, if it is needed or there is one.
+            no micro-batch's, and sums the norm of a batch that is not cut once for each device. On GPU, if it is
+            needed or there is one.
     """
-    by_level = any(getattr(cell, "casts_by_level", False) for _, cell in noted_on.cells_and_names())
-    casting = [type(cell).__name__ for cell in _inlined(network) if by_level or _casts(cell)]
+    options, whole, _ = setup
+    is_cut = (options.micro_size or 1) > 1
+    by_level = any(getattr(cell, "casts_by_level", False) for _, cell in whole.cells_and_names())
+    casting = [type(cell).__name__ for cell in _inlined(network) if is_cut and (by_level or _casts(cell))]
     inside = [type(cell).__name__ for _, cell in network.cells_and_names() if _is_lazy(cell)]
-    shards = shards_gradients()
+    shards = is_cut and shards_gradients()
+    if (
+        inside
+        and not is_cut
+        and (options.max_grad_norm is not None or not all(map(_is_elementwise, options.transforms)))
+    ):
+        raise ValueError(
+            f"For 'GradAccumulationCell', in semi-auto and auto parallel mode the compiler sums the norm of a batch of "
+            f"one micro-batch once for each device where the network has mindspore.lazy_inline, but got it on the "
+            f"__init__ of '{inside[0]}' with micro_size=1. Give micro_size=2, or leave lazy_inline out."
+        )
     if (casting or inside or shards) and not runs_on_device():
         needs = f"a cast of the weights of '{casting[0]}'" if casting else "gradient_accumulation_shard=True"
         needs = f"it on the __init__ of '{inside[0]}'" if inside else needs
@@ -87,6 +103,10 @@ def _inlined(cell: nn.Cell) -> Iterator[nn.Cell]:
         yield cell
     for child in cell.cells():
         yield from _inlined(child)
+
+
+def _is_elementwise(link: Any) -> bool:
+    return getattr(link, "elementwise", False)
 
 
 def _casts(cell: nn.Cell) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms.backend.parameters import hold_weights, of_this_rank, own
+from gaccum_ms.distributed.ranks import compiler_distributes
 
 
 class _KeepsArguments:
@@ -109,6 +110,25 @@ class Transform(_KeepsArguments, nn.Cell):
             Parameter, not trained.
         """
         return of_this_rank(own(name), ms.Tensor(value))
+
+    def state_like(self, name: str, weight: ms.Parameter, value: float = 0.0) -> ms.Parameter:
+        """State with a number for each element of a weight. In semi-auto and auto parallel mode it lies on the devices
+        as the weight does.
+
+        Args:
+            name (str): Its name, which no other link may have.
+            weight (Parameter): The weight.
+            value (float): The initial value. Default: ``0.0`` .
+
+        Returns:
+            Parameter, float32, not trained.
+        """
+        if not compiler_distributes():
+            return self.state(name, np.full(weight.shape, value, np.float32))
+        state = weight.clone(init=value)
+        state.name, state.requires_grad = own(name), False
+        state.set_dtype(ms.float32)
+        return state
 
     def prepare(self, network: nn.Cell | None) -> None:
         """Create state, from ``self.weights`` and the network."""

@@ -10,10 +10,9 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.backend import no_grad
-from gaccum_ms.backend.parameters import overwrite, own
+from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.checks.arguments import check_bool, check_number, check_positive_finite
 from gaccum_ms.cpu.kernels import add_in_place
-from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.distributed.stages import owned_weights
 from gaccum_ms.transforms.transform import Transform
 
@@ -119,18 +118,11 @@ class WeightAverage(Transform):
         averaged += self._buffers_of(network) if self.with_buffers else ()
         # Only as an attribute, because these Parameters are the network's.
         object.__setattr__(self, "averaged", ms.ParameterTuple(averaged))
-        self.averages = ms.ParameterTuple([self._average_of(parameter) for parameter in averaged])
+        # NaN: nothing was written.
+        averages = [self.state_like(PREFIX + parameter.name, parameter, float("nan")) for parameter in averaged]
+        self.averages = ms.ParameterTuple(averages)
         self.averaged_updates = self.state("averaged_updates", np.zeros((), np.int32))
         self.map = ops.HyperMap()
-
-    def _average_of(self, parameter: ms.Parameter) -> ms.Parameter:
-        """A Parameter for its average. NaN: nothing was written."""
-        if not compiler_distributes():
-            return self.state(PREFIX + parameter.name, np.full(parameter.shape, np.nan, np.float32))
-        average = parameter.clone(init=float("nan"))  # of which the compiler gives each device the same part
-        average.name, average.requires_grad = own(PREFIX + parameter.name), False
-        average.set_dtype(ms.float32)
-        return average
 
     def _buffers_of(self, network: nn.Cell | None) -> list[ms.Parameter]:
         if network is None:

@@ -151,7 +151,10 @@ BROKEN = [
     (TWO, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\): add", "batch"),
     ({"transforms": (abs, ClipByValue(1.0))}, "one device's part there, but got abs. Give a Transform whose class"),
     ({**SHARDED, **TWO}, "reduces each micro-batch .* got 2 loss.es. and overflow='drop_window'"),
-    ({"accumulators": Accumulators(compensated=True)}, r"must have compensated=False, but got Accumulators\(.*: the"),
+    (
+        {"accumulators": Accumulators(compensated=True)},
+        r"must have compensated=False, .* but got Accumulators\(.*: the",
+    ),
     (SHARDED, r"the compiler shards accumulators itself, but got Accumulators\(.*sharded=True\) and no 'gradient_acc"),
     ({"overflow": "drop_micro_batch", **TWO}, "drop_micro_batch' divides .* got 2 loss.es., reduction='mean'"),
     ({"overflow": "drop_micro_batch"}, "'overflow' must be 'drop_window', but got 'drop_micro_batch': a", "batch"),

@@ -20,6 +20,7 @@ from gaccum_ms import (
     PerSampleLoss,
     SkipSpikes,
     TrainOneStepWithGradAccumulationCell,
+    Transform,
     WeightAverage,
 )
 from gaccum_ms.accumulation.update import Update, _divide
@@ -206,6 +207,38 @@ class TiedCasts(Dense):
         self.layers, self.last = nn.SequentialCell([nn.SequentialCell(TiedCast(12, 12), nn.ReLU())]), TiedCast(12, 1)
 
 
+class Momentum(Transform):
+    """A transform of a user, with a number for each element of a weight."""
+
+    elementwise = True
+    lies_as_weights = True
+
+    def prepare(self, network):
+        make = (
+            self.state_like
+            if self.lies_as_weights
+            else lambda name, weight, value: self.state(name, np.full(weight.shape, value, np.float32))
+        )
+        self.moments = ms.ParameterTuple([make(f"moment.{weight.name}", weight, 0.5) for weight in self.weights])
+        self.map = ops.HyperMap()
+
+    def change(self, gradients):
+        return self.map(moved, self.moments, gradients)
+
+
+class MomentumOfEachRank(Momentum):
+    lies_as_weights = False
+
+
+moved = ops.MultitypeFuncGraph("moved")
+
+
+@moved.register("Tensor", "Tensor")
+def moved_one(moment, gradient):
+    changed = 0.9 * moment + gradient
+    return ops.depend(changed, ops.assign(moment, changed))
+
+
 def positive(x, y):
     """A count that depends on the data: the number of labels above zero."""
     return ops.reduce_sum(ops.cast(y > 0, ms.float32))
@@ -242,7 +275,8 @@ def by_level(level, micro_size=4):
     """Mixed precision by `amp_level` , with a loss beside the network; None: MindSpore's own step."""
     network = nn.SequentialCell(nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 1))
     cell = network if micro_size is None else GradAccumulationCell(network, micro_size)
-    model = ms.Model(cell, nn.MSELoss(), sgd(network), amp_level=level, loss_scale_manager=None)
+    manager = ms.FixedLossScaleManager(128.0, drop_overflow_update=False) if level == "O2" else None
+    model = ms.Model(cell, nn.MSELoss(), sgd(network), amp_level=level, loss_scale_manager=manager)
     return model.train_network.set_train()
 
 
@@ -390,6 +424,8 @@ OPTIONS = {
         "transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1)),
     },
     "skipped": {"transforms": lambda: (SkipSpikes(norm=0.1, history=8),)},
+    "momentum": {"transforms": lambda: (Momentum(),)},
+    "momentum of each rank": {"transforms": lambda: (MomentumOfEachRank(),)},
     "average": {"transforms": lambda: (WeightAverage(0.75),)},
     "mean, count, aux": {"returns": "mean", "counted": True, "aux": True},
     "two ratios, clip": {"max_grad_norm": 0.1} | TWO,
@@ -445,6 +481,18 @@ CASES = {
     "half, whole": (lambda: plain(Dense().to_float(ms.float16)), SUM),
     "half, sg": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | SHARDED_GRADIENTS),
     "half, op": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | OPTIMIZER_PARALLEL),
+    **{
+        f"half, ratio, clip{name}": (
+            lambda size=size: ours(
+                Dense(returns="ratio").to_float(ms.float16), size, manager(), reduction="ratio", max_grad_norm=0.01
+            ),
+            SUM,
+        )
+        for name, size in (("", 4), (", whole", 1))
+    },
+    "half, one micro-batch": (lambda: ours(Dense().to_float(ms.float16), 1, max_grad_norm=0.01), SUM),
+    "lazy, one micro-batch, clip": (lambda: ours(LazyDense(), 1, max_grad_norm=0.01), SUM),
+    "sharded gradients, one micro-batch": (lambda: ours(Net(), 1), SUM | SHARDED_GRADIENTS),
     "half, tied": (lambda: ours(TiedCasts(), 4), SUM | {"gpu": True}),
     "half, gpu": (lambda: ours(Dense().to_float(ms.float16), 4), SUM | {"gpu": True}),
     "lazy, gpu": (lambda: ours(LazyDense(), 4), SUM | {"gpu": True}),

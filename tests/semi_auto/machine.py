@@ -114,7 +114,7 @@ class Machine:
                 self.inputs.append(token)
                 continue
             whole = parameters[name]
-            part = (parts or {}).get(re.sub(r"^(accu_grads|gaccum_ms\.average)\.", "", name)) or rows(shape)
+            part = (parts or {}).get(re.sub(r"^(accu_grads|gaccum_ms\.(average|moment))\.", "", name)) or rows(shape)
             self.state[name] = [np.array(whole if whole.shape == shape else part(whole, rank)) for rank in range(ranks)]
             assert self.state[name][0].shape == shape, f"{name}: {self.state[name][0].shape}, not {shape}"
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.semi_auto.compiled import THOROUGH
+from tests.semi_auto.machine import rows
 from tests.semi_auto.ran import RANKS, WEIGHTS, Ran, X, Y, by_hand, lies, part, same_update
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
@@ -143,11 +145,11 @@ def test_mindspores_own_cell_takes_the_mean_of_some_sharded_gradients(cases):
     assert moved["second"][0] == pytest.approx(RANKS * moved["second"][1], rel=1e-3)
 
 
-def moved(ran):
-    """Each weight's movement, on rank 0."""
+def moved(ran, rank=0):
+    """The movement of a rank's part of each weight."""
     of_weights = (name for name in ran.before if name.endswith(("weight", "bias")) and name.count(".") < 4)
     return {
-        name: ran.parameter(name)[0].astype(np.float64) - ran.before[name][0]
+        name: ran.parameter(name)[rank].astype(np.float64) - ran.before[name][rank]
         for name in of_weights
         if not name.startswith(("accu", "stat"))
     }
@@ -159,16 +161,21 @@ def moved(ran):
     [
         ("half", "half, whole"),
         ("half, tied", "half, whole"),
+        pytest.param("half, ratio, clip", "half, ratio, clip, whole", marks=THOROUGH),
+        *(pytest.param(f"half, {layout}", "half, whole", marks=THOROUGH) for layout in ("op", "sg")),
         *((f"amp {level}", f"amp {level}, whole") for level in ("O1", "O2", "O3", "auto")),
     ],
 )
 def test_casts_of_weights_equal_the_whole_batch_in_the_same_precision(cases, name, whole):
-    ours, theirs = moved(Ran(cases(name))), moved(Ran(cases(whole)))
-    assert ours
+    ran, theirs = Ran(cases(name)), moved(Ran(cases(whole)))
+    assert theirs
     for weight, movement in theirs.items():
         largest = np.abs(movement).max()
         assert largest > 0
-        np.testing.assert_allclose(ours[weight] / largest, movement / largest, atol=3e-3)  # of float16
+        for rank in range(RANKS):
+            part = moved(ran, rank)[weight]
+            expected = rows(part.shape)(movement, rank)
+            np.testing.assert_allclose(part / largest, expected / largest, atol=3e-3)  # of float16
 
 
 def test_what_needs_lazy_inline_is_refused_on_gpu(cases):
@@ -180,7 +187,7 @@ def test_what_needs_lazy_inline_is_refused_on_gpu(cases):
 @pytest.mark.thorough
 def test_casts_of_weights_with_lazy_inline(cases):
     assert "Cannot find micro info" in cases("half, framework").message  # MindSpore's error for its own cell
-    for name in ("half, lazy", "half, lazy inside", "half, op", "half, sg"):
+    for name in ("half, lazy", "half, lazy inside"):
         assert cases(name).program.entry.nodes
 
 

@@ -29,6 +29,19 @@ def test_each_element_is_clipped_by_itself(cases, layout):
     assert whole_batch.distance(ran, whole, layout) < 1e-4
 
 
+@pytest.mark.thorough
+@SECOND_COMPILER
+@pytest.mark.parametrize("layout", ["dp", "split", "op", "ws", "sg"])
+def test_a_transform_has_a_number_for_each_element_of_a_weight(cases, layout):
+    """Its `state_like` lies as the weight does."""
+    ran, whole = run(cases, "momentum", layout)
+    whole.move(lambda gradient: gradient + 0.9 * 0.5)
+    assert whole_batch.distance(ran, whole, layout) < 1e-5
+    for name in WEIGHTS:
+        for state, weight in zip(ran.parameter("gaccum_ms.moment." + name), ran.parameter(name), strict=True):
+            assert state.shape == weight.shape
+
+
 @pytest.mark.parametrize(
     ("option", "layout"),
     [
