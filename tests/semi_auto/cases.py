@@ -490,7 +490,6 @@ CASES = {
         )
         for name, size in (("", 4), (", whole", 1))
     },
-    "half, one micro-batch": (lambda: ours(Dense().to_float(ms.float16), 1, max_grad_norm=0.01), SUM),
     "lazy, one micro-batch, clip": (lambda: ours(LazyDense(), 1, max_grad_norm=0.01), SUM),
     "sharded gradients, one micro-batch": (lambda: ours(Net(), 1), SUM | SHARDED_GRADIENTS),
     "half, tied": (lambda: ours(TiedCasts(), 4), SUM | {"gpu": True}),

@@ -47,7 +47,10 @@ def test_the_machine_computes_what_numpy_does(cases, name, factor):
         ("AutoParallel, model", "plain"),
         ("documented", "plain, sum of ranks"),
         *((f"optimizer parallel, {k}", "plain, optimizer parallel") for k in (1, 4)),
-        ("sharded gradients", "plain, optimizer parallel, sum of ranks"),
+        *(
+            pytest.param(f"sharded gradients{cut}", "plain, optimizer parallel, sum of ranks", marks=marks)
+            for cut, marks in (("", ()), (", one micro-batch", THOROUGH))
+        ),
         ("full batch", "plain, full batch"),
     ],
 )
@@ -182,6 +185,11 @@ def test_what_needs_lazy_inline_is_refused_on_gpu(cases):
     """An H100 refused such graphs: "Input[0] must be a Primitive ValueNode" ."""
     for name, what in (("half, gpu", "a cast of the weights of"), ("lazy, gpu", "it on the __init__ of 'LazyDense'")):
         assert f"which MindSpore runs on Ascend only, but got {what}" in cases(name).message
+
+
+def test_a_norm_of_a_batch_that_is_not_cut_is_refused_with_lazy_inline(cases):
+    """It was larger by the root of the number of devices."""
+    assert "the norm of a batch of one micro-batch once for each device" in cases("lazy, one micro-batch, clip").message
 
 
 @pytest.mark.thorough

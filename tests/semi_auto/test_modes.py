@@ -24,6 +24,8 @@ from gaccum_ms import (
     WindowBatchNorm,
     resume,
 )
+from gaccum_ms.backend import MirrorMicroStepOperator, bprop_getters
+from gaccum_ms.backend.micro_mirrors import unreduced
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.compiled_once import CompiledOnce
 from gaccum_ms.semi_auto.unrolled_window import AddedBatch
@@ -133,6 +135,21 @@ def test_windows_of_batches_cut_each_into_two_at_least():
         assert [part.shape[0] for part, _ in batch.micro_batches()] == [8 // number] * number
     with pytest.raises(ValueError, match="got 3 samples and micro_size=2"):
         later._runner.prepare(tuple(map(Tensor, batches(3, 1)[0])))
+
+
+def test_another_backward_of_mindspores_operators_is_refused():
+    """Windows of several batches replace it while a graph is compiled; afterwards MindSpore's own is back."""
+    name = MirrorMicroStepOperator.__name__
+    own = bprop_getters[name]
+    with unreduced():
+        assert bprop_getters[name] is not own
+    assert bprop_getters[name] is own
+    bprop_getters.register(MirrorMicroStepOperator)(lambda self: None)
+    try:
+        with pytest.raises(RuntimeError, match=f"'{name}' must be the one that it knows, .* Leave"), unreduced():
+            pass
+    finally:
+        bprop_getters.register(MirrorMicroStepOperator)(own)
 
 
 def test_a_schedule_makes_windows_of_batches():

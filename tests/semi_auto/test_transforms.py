@@ -31,7 +31,7 @@ def test_each_element_is_clipped_by_itself(cases, layout):
 
 @pytest.mark.thorough
 @SECOND_COMPILER
-@pytest.mark.parametrize("layout", ["dp", "split", "op", "ws", "sg"])
+@pytest.mark.parametrize("layout", ["split", "ws", "sg"])
 def test_a_transform_has_a_number_for_each_element_of_a_weight(cases, layout):
     """Its `state_like` lies as the weight does."""
     ran, whole = run(cases, "momentum", layout)

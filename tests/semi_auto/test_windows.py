@@ -16,9 +16,9 @@ QUICK = ("windows, clip", "split")
 PAIRS = [
     ("windows", "sg"),
     *(("windows, clip", layout) for layout in ("dp", "op", "ws", "sg", "unlazy sg", "lazy dp", "auto")),
-    *(("windows, scale", layout) for layout in ("dp", "split", "op", "ws", "sg")),
+    *(("windows, scale", layout) for layout in ("split", "op", "ws", "sg")),
     *(("windows, aux", layout) for layout in ("dp", "sg")),
-    *(("windows, clamped", layout) for layout in ("split", "op")),
+    ("windows, clamped", "op"),
     *(("windows, sum, count", layout) for layout in ("split", "sg")),
     ("windows, one micro-batch", "dp"),
 ]
