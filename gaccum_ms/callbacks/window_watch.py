@@ -74,6 +74,7 @@ class WindowWatch(Callback):
         # Read now: an evaluation on the same data set, in Model.fit, resets it.
         parameters.skipped_batches = parameters.train_dataset.get_init_step() % max(parameters.batch_num, 1)
         overwrite(self._step.run_record.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
+        self._step.run_record.training_ended = False
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Before the first epoch: other callbacks may have let windows span batches when the training began."""
@@ -120,6 +121,7 @@ class WindowWatch(Callback):
 
     def on_train_end(self, run_context: RunContext) -> None:
         step = self._step
+        step.run_record.training_ended = True
         begin_anew(run_context.original_args().train_dataset)  # if resume has set a position
         if not step.spans_batches or not int(step.window_position.asnumpy()):
             return

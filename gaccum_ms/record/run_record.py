@@ -53,6 +53,7 @@ class RunRecord(nn.Cell):
         self.resumes_windows = resumes_windows
         self.begun = False  # whether the step has run
         self.loaded = False  # whether a checkpoint may have been loaded since its last run
+        self.training_ended = False  # whether an `ms.Model.train` has, which has warned of an open window
         self.window_origin = of_this_rank(own("window_origin"), ms.Tensor([self.rank, self.ranks], ms.int32))
         self.window_rule = counter("window_rule", RULES.index(self.rules[0]))
         self.configured_steps = counter("configured_steps", accumulation_steps)

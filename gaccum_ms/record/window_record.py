@@ -18,7 +18,8 @@ class WindowRecord:
         epoch (Union[int, None]): The epoch in which the window ended, from 1; ``None`` in a loop of your own that does
             not say it.
         batches (int): The number of its batches, on this rank.
-        losses (tuple[float]): Each batch's mean, on this rank, for the batches of this training.
+        losses (tuple[float]): Each batch's mean, for the batches of this training: on this rank, or in semi-auto and
+            auto parallel mode on all devices.
         loss (float): The window's mean, with `count` over all ranks; so too of a GradAccumulator, and NaN if it was
             given no losses.
         counts (tuple[float]): Each batch's samples, or its `count` , on this rank. With several losses, one entry for

@@ -98,11 +98,13 @@ def is_saving() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "mindspore.train.serialization"
 
 
-def prepare_save(step: nn.Cell, batches: int) -> None:
-    """Refuse a checkpoint that is saved in a window, `batches` batches after its beginning. Make MindSpore save our
-    records and single numbers: once it has compiled, it saves those Parameters alone that its graph reads, and an
-    optimizer with a constant rate does not read its `global_step` ."""
-    if batches:
+def prepare_save(step: Any) -> None:
+    """Refuse a checkpoint that is saved in a window, before training has ended: the last one has the weights, and
+    `RunRecord` refuses to go on with its window. Make MindSpore save our records and single numbers: once it has
+    compiled, it saves those Parameters alone that its graph reads, and an optimizer with a constant rate does not read
+    its `global_step` ."""
+    batches = int(step.window_position.asnumpy())
+    if batches and not step.run_record.training_ended:
         raise RuntimeError(
             f"For '{_NAME}', in semi-auto and auto parallel mode a checkpoint must be saved between two windows, "
             f"because each device has its own part of the sums, but got one {batches} batch(es) after a window's "

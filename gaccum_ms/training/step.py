@@ -122,10 +122,11 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
           other axes open (``Tensor(shape=[None, ...])`` ): one graph then runs batches of all lengths.
 
     Outputs:
-        Tensor of shape :math:`()`, float32: the loss of the whole batch; with `accumulation_steps` , on this rank. With
-        `scale_sense` , a tuple as of MindSpore's step: that loss; whether the window overflowed and did not update, a
-        bool Tensor of shape :math:`()`; and the scale of this call, float32 of shape :math:`()`. With the cell's
-        `aux` , a tuple of these and the network's other outputs.
+        Tensor of shape :math:`()`, float32: the loss of the whole batch; with `accumulation_steps` , on this rank, or
+        in semi-auto and auto parallel mode on all devices. With `scale_sense` , a tuple as of MindSpore's step: that
+        loss; whether the window overflowed and did not update, a bool Tensor of shape :math:`()`; and the scale of
+        this call, float32 of shape :math:`()`. With the cell's `aux` , a tuple of these and the network's other
+        outputs.
 
         More values are in Parameters of the step, for callbacks. Int32, of shape :math:`()`: ``update_count`` and
         ``batch_count`` , updates made and batches seen so far; ``window_position`` , batches in the open window. Of the
@@ -363,7 +364,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     def parameter_layout_dict(self):
         """MindSpore reads this first when it saves a checkpoint."""
         if self._unrolled and auto_parallel.is_saving():
-            auto_parallel.prepare_save(self, int(self.window_position.asnumpy()))
+            auto_parallel.prepare_save(self)
             self._lifecycle.prepare_save()
         return nn.Cell.parameter_layout_dict.fget(self)
 

@@ -204,6 +204,10 @@ def test_the_adding_graph_and_the_updating_one_take_turns(monkeypatch, compiled,
         runner.run(batch)
     with pytest.raises(RuntimeError, match=r"must be saved between two windows, .*Call step\.flush\(\)"):
         compiled(step, tmp_path / "in_window.ckpt")
+    step.run_record.training_ended = True  # a Model has warned of the open window: its last checkpoint has the weights
+    compiled(step, tmp_path / "at_end.ckpt")
+    with pytest.raises(ValueError, match=r"must be from between two windows, .* saved 1 batch"):
+        resume(make_step(micro_size=2, accumulation_steps=3), tmp_path / "at_end.ckpt")
     assert isinstance(step.parameter_layout_dict, dict)  # other readers than those that save
     step.flush()
     assert calls == ["add", "add", "update 1.0", "add", "update 0.0"]
