@@ -250,16 +250,16 @@ class GradAccumulationCell(nn.Cell):
         """Whether a training step was built from the cell."""
         return self.__dict__.get("_has_step", False)
 
-    def train_instead(self, network: nn.Cell, given: nn.Cell) -> None:
-        """Train the network that `amp_level` has made; MindSpore evaluates and predicts with the given one."""
-        self.__dict__.setdefault("_given_network", given)  # no child: its cells are in the other network, too
+    def train_instead(self, network: nn.Cell, original: nn.Cell) -> None:
+        """Train the network that `amp_level` has made; MindSpore evaluates and predicts with the original."""
+        self.__dict__.setdefault("_original_network", original)  # no child: its cells are in the other network, too
         if network is not self.network:  # a cell that has a step refuses another network
             self.network = network
 
     @property
-    def given_network(self) -> nn.Cell:
+    def original_network(self) -> nn.Cell:
         """The network that the cell got."""
-        return self.__dict__.get("_given_network", self.network)
+        return self.__dict__.get("_original_network", self.network)
 
     def with_options(self, **changed: Any) -> GradAccumulationCell:
         """A cell on the same network, with some options changed."""

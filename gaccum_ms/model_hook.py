@@ -81,11 +81,11 @@ def build_train_network(
             f"cell for this model, or give ms.Model the step of the first: model.train_network."
         )
     process = functools.partial(backend.auto_mixed_precision_process, config=config, level=level)
-    of_batch, given = isinstance(cell.network, WithBatchLossCell), with_its_parts(cell.network)
+    of_batch, original = isinstance(cell.network, WithBatchLossCell), with_its_parts(cell.network)
     processed = cell.network.map_parts(process) if of_batch else process(cell.network)
     if level in ("O1", "auto"):
         note_casts(processed)
-    cell.train_instead(processed, given)
+    cell.train_instead(processed, original)
     low = (
         config["cast_model_type"] in (ms.float16, ms.bfloat16)
         or getattr(processed, "_amp_level", None) in _FLOAT32_LOSS
@@ -121,7 +121,7 @@ _original_build_predict_network = mindspore.train.Model._build_predict_network
 @contextmanager
 def _without_cell(model: mindspore.train.Model) -> Iterator[nn.Cell | None]:
     """Within it the model has the network and the loss inside our cell. It yields the cell, if there is one."""
-    given, cell = (model._network, model._loss_fn), held_cell(model._network)
+    before, cell = (model._network, model._loss_fn), held_cell(model._network)
     if not isinstance(cell, GradAccumulationCell):
         yield None
         return
@@ -129,7 +129,7 @@ def _without_cell(model: mindspore.train.Model) -> Iterator[nn.Cell | None]:
     try:
         yield cell
     finally:
-        model._network, model._loss_fn = given
+        model._network, model._loss_fn = before
 
 
 @functools.wraps(_original_build_eval_network)

@@ -31,7 +31,7 @@ _WRAPPER = "GaccumTrainOneStepCell"  # our step's name in mindformers' registry
 _TRAINER = "gaccum_ms.adopt.mindformers.use_in_trainer"
 
 # Parameters that a forward changes, and callbacks of mindformers read and reset.
-_KEPT_BY_FORWARD = ("expert_load", "topk_bias", "fi_accu", "fi_parameter", "fi_cache", "max_logits_val")
+_WRITTEN_BY_FORWARD = ("expert_load", "topk_bias", "fi_accu", "fi_parameter", "fi_cache", "max_logits_val")
 
 
 class Backbone(nn.Cell):
@@ -223,7 +223,7 @@ def train_step(
 
 
 def _refuse_changing_forward(network: nn.Cell) -> None:
-    names = [one.name for one in network.get_parameters() if one.name.rsplit(".", 1)[-1] in _KEPT_BY_FORWARD]
+    names = [each.name for each in network.get_parameters() if each.name.rsplit(".", 1)[-1] in _WRITTEN_BY_FORWARD]
     if names:
         raise ValueError(
             f"For '{_NAME}', in semi-auto and auto parallel mode the network must have no Parameter that its forward "

@@ -65,7 +65,7 @@ class UpdateCheckpoint(WindowCallback, ModelCheckpoint):
                 f"For 'UpdateCheckpoint', 'save_checkpoint_steps' of 'config' must be 1, because updates are counted, "
                 f"but got {self._config.save_checkpoint_steps}. Give the number of updates as 'updates'."
             )
-        self._updates = updates
+        self.updates = updates
 
     def begin(self, run_context: RunContext) -> None:
         step: Any = training_step(run_context)
@@ -76,7 +76,7 @@ class UpdateCheckpoint(WindowCallback, ModelCheckpoint):
 
     def step_end(self, run_context: RunContext) -> None:
         # Not at the window's end: other callbacks may then still change the rate, which the checkpoint holds.
-        if self._last_update >= self._saved_update + self._updates:
+        if self._last_update >= self._saved_update + self.updates:
             self._saved_update = self._last_update
             super().step_end(run_context)
 
@@ -112,7 +112,7 @@ def let_checkpoints_save(callbacks: Sequence[Callback], optimizer: nn.Optimizer 
     optimizer.end_saves()  # a training that failed may have begun some
     saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     when = [
-        [type(callback).__name__, callback._config.save_checkpoint_steps, getattr(callback, "_updates", None)]
+        [type(callback).__name__, callback._config.save_checkpoint_steps, getattr(callback, "updates", None)]
         for callback in saving
     ]
     all_ranks = gather_json(when)

@@ -137,7 +137,7 @@ class ShardedOptimizer(nn.Optimizer):
                 parameter.init_data = functools.partial(not_saved_alone, parameter.init_data)
         self.inner: nn.Cell = inner
         self._hidden = (inner,)  # `self.inner` may be replaced by the whole state
-        self._weight_of = self._weights_of_rows(inner)
+        self.weight_of = self._weights_of_rows(inner)
         self._depth = 0
         self._whole: Any = None
         self._saves_together = False

@@ -82,9 +82,9 @@ def _divided(state: Sequence[ms.Parameter], sharded: Any) -> Any:
     """Returns four things: the Parameters that all ranks have in common; this rank's others; the layout of the latter
     over ranks; and the names of the whole Parameters. A collective."""
     if sharded.sliced:
-        common = [parameter for parameter in state if id(parameter) not in sharded._weight_of]
-        divided = [parameter for parameter in state if id(parameter) in sharded._weight_of]
-        shapes = [sharded.parameters[sharded._weight_of[id(parameter)]].shape for parameter in divided]
+        common = [parameter for parameter in state if id(parameter) not in sharded.weight_of]
+        divided = [parameter for parameter in state if id(parameter) in sharded.weight_of]
+        shapes = [sharded.parameters[sharded.weight_of[id(parameter)]].shape for parameter in divided]
         like = [
             SimpleNamespace(shape=shape, dtype=parameter.dtype)
             for shape, parameter in zip(shapes, divided, strict=True)

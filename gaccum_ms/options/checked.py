@@ -11,24 +11,24 @@ from gaccum_ms.options.options import Options, check_each
 _NAME = "GradAccumulationCell"
 
 
-def checked(given: Options) -> Options:
+def checked(options: Options) -> Options:
     """The options of a cell. compatibility.py decides which of them go together."""
-    check_each(_NAME, given)
+    check_each(_NAME, options)
     return dataclasses.replace(
-        given,
-        micro_size=_micro_size(given),
-        accumulation_steps=given.accumulation_steps or 1,
-        transforms=tuple(given.transforms),
-        loss_weights=_loss_weights(given),
+        options,
+        micro_size=_micro_size(options),
+        accumulation_steps=options.accumulation_steps or 1,
+        transforms=tuple(options.transforms),
+        loss_weights=_loss_weights(options),
     )
 
 
-def accumulator_options(**given: Any) -> Options:
+def accumulator_options(**values: Any) -> Options:
     """The checked options of a `GradAccumulator` ."""
     owner = "GradAccumulator"
-    check_one_of(owner, "reduction", given["reduction"], ("mean", "sum"))
-    check_bool(owner, "jit", given["jit"])
-    options = Options(loss_weights=(1.0,), **given)
+    check_one_of(owner, "reduction", values["reduction"], ("mean", "sum"))
+    check_bool(owner, "jit", values["jit"])
+    options = Options(loss_weights=(1.0,), **values)
     check_each(owner, options)
     if options.accumulators.sharded:
         raise ValueError(
@@ -39,10 +39,10 @@ def accumulator_options(**given: Any) -> Options:
     return dataclasses.replace(options, transforms=tuple(options.transforms))
 
 
-def _micro_size(given: Options) -> int | None:
+def _micro_size(options: Options) -> int | None:
     """The number of micro-batches; None: another option decides."""
-    micro_size, micro_batch_size = given.micro_size, given.micro_batch_size
-    if given.splits_in_python:
+    micro_size, micro_batch_size = options.micro_size, options.micro_batch_size
+    if options.splits_in_python:
         if micro_size is not None or micro_batch_size is not None:
             raise ValueError(
                 f"For '{_NAME}', with a function as 'split', which makes the micro-batches, neither 'micro_size' nor "
@@ -50,27 +50,27 @@ def _micro_size(given: Options) -> int | None:
                 f"micro_batch_size={micro_batch_size}. Leave both out, or the function."
             )
         return None
-    if micro_size is None and micro_batch_size is None and given.accumulation_steps is not None:
+    if micro_size is None and micro_batch_size is None and options.accumulation_steps is not None:
         micro_size = 1
     if (micro_size is None) == (micro_batch_size is None):
         raise ValueError(
             f"For '{_NAME}', exactly one of 'micro_size' (number of micro-batches) and 'micro_batch_size' (samples in "
             f"one) must be given, or neither with 'accumulation_steps' (batches that share an update), but got "
-            f"micro_size={given.micro_size}, micro_batch_size={given.micro_batch_size} and "
-            f"accumulation_steps={given.accumulation_steps}."
+            f"micro_size={options.micro_size}, micro_batch_size={options.micro_batch_size} and "
+            f"accumulation_steps={options.accumulation_steps}."
         )
     return micro_size
 
 
-def _loss_weights(given: Options) -> tuple[float, ...]:
+def _loss_weights(options: Options) -> tuple[float, ...]:
     """One weight for each loss of the network."""
-    count: Any = given.count
+    count: Any = options.count
     number = len(count) if isinstance(count, (tuple, list)) else 1
-    if given.loss_weights is None:
+    if options.loss_weights is None:
         return (1.0,) * number
-    if count is not None and number != len(given.loss_weights):
+    if count is not None and number != len(options.loss_weights):
         raise ValueError(
             f"For '{_NAME}', 'count' and 'loss_weights' must have one entry for each loss, but got {number} count(s) "
-            f"and {len(given.loss_weights)} weight(s)."
+            f"and {len(options.loss_weights)} weight(s)."
         )
-    return tuple(float(weight) for weight in given.loss_weights)
+    return tuple(float(weight) for weight in options.loss_weights)

@@ -63,7 +63,7 @@ class Option(NamedTuple):
     check: Callable[[str, str, Any], None]  # of the class in errors, the option's name, and its value
     rules: tuple[Rule, ...]  # what it does not go with
     for_memory: Callable[[Any], Any]  # what of the value decides which size of micro-batches fits
-    given: str | None  # the type that a user gives, if that of the field is Any
+    annotation: str | None  # the type that a user gives, if that of the field is Any
 
 
 def option(
@@ -71,10 +71,10 @@ def option(
     *rules: Rule,
     default: Any = None,
     for_memory: Callable[[Any], Any] = repr,
-    given: str | None = None,
+    annotation: str | None = None,
 ) -> Any:
     """The field of an option."""
-    return dataclasses.field(default=default, metadata={"option": Option(check, rules, for_memory, given)})
+    return dataclasses.field(default=default, metadata={"option": Option(check, rules, for_memory, annotation)})
 
 
 def _nothing(value: Any) -> None:
@@ -147,7 +147,7 @@ class Options:
             "returns.",
         ),
         for_memory=lambda size: isinstance(size, AutoSize),
-        given="int | AutoSize | str | None",
+        annotation="int | AutoSize | str | None",
     )
     accumulation_steps: Any = option(
         optional(check_positive_int),
@@ -178,7 +178,7 @@ class Options:
             "last one comes; use larger batches and a larger 'micro_size', which need no more memory",
         ),
         for_memory=lambda steps: steps > 1,
-        given="int | None",
+        annotation="int | None",
     )
     reduction: str = option(
         lambda owner, name, value: check_one_of(owner, name, value, ("mean", "sum", "ratio")),
@@ -249,7 +249,7 @@ class Options:
             "the network, or use nn.GroupNorm.",
         ),
         only_of_batch_loss("loss_weights", (1.0,), "add the losses up in 'loss_fn'", SEVERAL),
-        given="Sequence[float] | None",
+        annotation="Sequence[float] | None",
     )
     max_grad_norm: float | None = option(optional(check_positive), for_memory=_is_given)
     transforms: Any = option(
@@ -266,7 +266,7 @@ class Options:
         ),
         default=(),
         for_memory=_classes,
-        given="Sequence[Any]",
+        annotation="Sequence[Any]",
     )
     accumulators: Any = option(
         check_accumulators,
@@ -297,7 +297,7 @@ class Options:
             "{options.accumulators} and no 'gradient_accumulation_shard'. Set it in 'parallel_optimizer_config', with "
             "enable_parallel_optimizer=True.",
         ),
-        given="Accumulators | None",
+        annotation="Accumulators | None",
     )
     overflow: str = option(
         lambda owner, name, value: check_one_of(owner, name, value, ("drop_window", "drop_micro_batch")),
@@ -452,7 +452,7 @@ class Options:
             "many fit.",
         ),
         for_memory=lambda split: repr(split) if isinstance(split, EvenSplit) else None,
-        given="EvenSplit | Callable | None",
+        annotation="EvenSplit | Callable | None",
     )
 
     def __post_init__(self) -> None:
@@ -472,7 +472,7 @@ class Options:
     @property
     def seeing_more_than_elements(self) -> str:
         """The transforms that must not get parts of gradients, by name; empty if there are none."""
-        return ", ".join(name_of(one) for one in self.transforms if not sees_parts(one))
+        return ", ".join(name_of(transform) for transform in self.transforms if not sees_parts(transform))
 
     @property
     def shared(self) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class OpenSums(OpenWindow):
         self.sum_over_devices = sum_over_devices
 
     def on_any_rank(self, condition):
-        return found_on_any(self.sum_over_devices, condition)
+        return is_on_any(self.sum_over_devices, condition)
 
 
 class UnrolledWindow(nn.Cell):
@@ -119,18 +119,18 @@ class UnrolledWindow(nn.Cell):
 
     def run(self, inputs, scale):
         """As `Window.run` ."""
-        unit = self.batch_sums.unit_of(inputs[0].shape[0])
-        numerators, totals, outputs, gradients = self.backwards(inputs, scale * unit)
+        seed_per_item = self.batch_sums.seed_per_item_of(inputs[0].shape[0])
+        numerators, totals, outputs, gradients = self.backwards(inputs, scale * seed_per_item)
         gradients = self.reduced(gradients)
-        divisor, means, counted = self.parts.finished(numerators, totals, unit, scale)
-        loss = self.noted(means[0], gradients) if self.notes_gradient else means[0]
+        divisor, means, counted = self.parts.finished(numerators, totals, seed_per_item, scale)
+        loss = self.with_noted_gradient(means[0], gradients) if self.notes_gradient else means[0]
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
         return (gradients, divisor, loss, counted), outputs
 
     def add_batch(self, inputs):
         """Forward, backward and add for a batch that does not end its window; returns its mean loss, and outputs."""
-        unit = self.batch_sums.unit_of(inputs[0].shape[0])
-        numerators, totals, outputs, gradients = self.backwards(inputs, (self.open.window_unit + 0.0) * unit)
+        seed_per_item = self.batch_sums.seed_per_item_of(inputs[0].shape[0])
+        numerators, totals, outputs, gradients = self.backwards(inputs, (self.open.window_unit + 0.0) * seed_per_item)
         loss, items = numerators[0], totals[0]
         sums = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))  # in the order of sums.py
         added = ops.assign_add(self.open.window_sums, ops.depend(sums, self.store.read(gradients)))
@@ -144,8 +144,8 @@ class UnrolledWindow(nn.Cell):
     def end_batches(self, inputs):
         """The same for the window's last batch. Returns what `run` does for the window, its loss, and outputs."""
         weight, scale = self.batch_weight + 0.0, self.open.window_unit + 0.0
-        unit = self.batch_sums.unit_of(inputs[0].shape[0])
-        numerators, totals, outputs, gradients = self.backwards(inputs, scale * weight * unit)
+        seed_per_item = self.batch_sums.seed_per_item_of(inputs[0].shape[0])
+        numerators, totals, outputs, gradients = self.backwards(inputs, scale * weight * seed_per_item)
         gradients = self.reduced(gradients)
         means, _, _ = self.parts.divided(numerators, totals[0])
         sums = unstack(self.open.window_sums + 0.0)
@@ -153,9 +153,9 @@ class UnrolledWindow(nn.Cell):
         loss = ops.depend(loss, ops.assign(self.open.window_batches, sums[BATCHES] + weight))
         numerators = (sums[LOSS] + numerators[0] * weight,)
         totals = (sums[COUNT] + totals[0] * weight,)
-        divisor, means_of_window, counted = self.parts.finished(numerators, totals, unit, scale)
+        divisor, means_of_window, counted = self.parts.finished(numerators, totals, seed_per_item, scale)
         of_loss = ops.depend(means_of_window[0], loss)
-        of_loss = self.noted(of_loss, gradients) if self.notes_gradient else of_loss
+        of_loss = self.with_noted_gradient(of_loss, gradients) if self.notes_gradient else of_loss
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
         return (gradients, divisor, of_loss, counted), loss, outputs
 
@@ -184,7 +184,7 @@ class UnrolledWindow(nn.Cell):
             gradients = self.store.read(gradients)
         return self.map(own_gradient, gradients, self.owned) if self.has_stages else gradients
 
-    def noted(self, loss, gradients):
+    def with_noted_gradient(self, loss, gradients):
         return ops.depend(loss, ops.assign(self.noted_gradient, ops.reduce_sum(gradients[self.smallest])))
 
     def zero_seeds(self, outputs):
@@ -214,7 +214,7 @@ class UnrolledWindow(nn.Cell):
         return result
 
     def on_any_rank(self, condition):
-        return found_on_any(self.sum_over_devices, condition)
+        return is_on_any(self.sum_over_devices, condition)
 
     def reset(self, after):
         """Zero the accumulators, once `after` is computed."""
@@ -261,7 +261,7 @@ def zeros(size):
     return tuple(ms.Tensor(0.0, ms.float32) for _ in range(size))
 
 
-def found_on_any(sum_over_devices, condition):
+def is_on_any(sum_over_devices, condition):
     """Whether any device has found `condition` in its parts of the gradients."""
-    found = ops.expand_dims(ops.cast(condition, ms.float32), 0)  # in a pipeline a reshape is refused
-    return reshape(sum_over_devices(found), ()) > 0
+    number = ops.expand_dims(ops.cast(condition, ms.float32), 0)  # in a pipeline a reshape is refused
+    return reshape(sum_over_devices(number), ()) > 0

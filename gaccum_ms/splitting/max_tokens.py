@@ -154,6 +154,10 @@ class MaxTokens(Splitter):
         self.plan = plan_tokens(rows.lengths, rows.before, widths, self.max_tokens)
         return [rows.micro_batch(samples, width) for width, samples in self.plan.parts]
 
+    def take_tokens(self, number: int) -> None:
+        """With ``"auto"`` : the number of tokens that a training step has found."""
+        self.max_tokens = number
+
     def worst_case(self, *inputs: Any) -> WorstCase:
         """The micro-batches that a search for the number of tokens tries with a batch. Nothing changes here."""
         rows, widths = self._read(inputs, None)

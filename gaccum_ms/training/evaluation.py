@@ -17,7 +17,7 @@ from gaccum_ms.options.options import Options
 def parts_of(cell: GradAccumulationCell, loss_fn: nn.Cell | None) -> tuple[nn.Cell, nn.Cell | None]:
     """The network that predicts, and the loss of its prediction; None if the loss is not known. `loss_fn` : the loss
     that the model got beside the cell."""
-    network = cell.given_network
+    network = cell.original_network
     if loss_fn is None and isinstance(network, WithBatchLossCell):
         return network.backbone, None
     if loss_fn is None and _is_with_loss_cell(network):

@@ -52,6 +52,7 @@ class FoundTokens(AutomaticSize):
         return RehearsedStep(self._parts, self._split)
 
     def _set(self, size: int) -> None:
-        self._tokens.max_tokens = self.size = size
+        self.size = size
+        self._tokens.take_tokens(size)
         self._split.renew_graphs()
         gc.collect()

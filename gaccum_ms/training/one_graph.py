@@ -98,7 +98,7 @@ class CompilerGraph(Runner):
         parts = self._parts
         if not parts.window.open.batches:
             return False
-        updates, batches = (int(one.asnumpy()) for one in (parts.update.update_count, parts.batch_count))
+        updates, batches = (int(count.asnumpy()) for count in (parts.update.update_count, parts.batch_count))
         overwrite(parts.window.batch_weight, ms.Tensor(0.0, ms.float32))
         try:
             with auto_parallel.settings_of(self._network):

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
+
+if TYPE_CHECKING:
+    from gaccum_ms.training.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class Batch:
 
 
 class Runner:
-    """Trains a step on one batch."""
+    """Trains a step on one batch, and ends its windows."""
+
+    _parts: Parts
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         """The checked batch. What is wrong with it is one clear error, before anything runs."""
@@ -40,3 +45,8 @@ class Runner:
     def agree(self) -> None:
         """Before a flush: what all ranks must agree on; by default nothing. With several ranks, possibly a
         collective."""
+
+    def flush(self) -> bool:
+        """End the open window; returns whether there was an update. Only if windows may have several batches."""
+        end_window: Any = self._parts.end_window
+        return end_window.flush()

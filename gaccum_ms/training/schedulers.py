@@ -70,7 +70,7 @@ class Schedulers:
 
     def _refuse_state_outside_of_parameters(self) -> None:
         """Step on trial: what that changes must be in Parameters, which checkpoints hold."""
-        kept = [(parameter, parameter.asnumpy().copy()) for parameter in state_of_schedulers(self._schedulers)]
+        values_before = [(parameter, parameter.asnumpy().copy()) for parameter in state_of_schedulers(self._schedulers)]
         before = [_outside_of_parameters(scheduler) for scheduler in with_inner(self._schedulers)]
         self._step()
         for scheduler, values in zip(with_inner(self._schedulers), before, strict=True):
@@ -82,7 +82,7 @@ class Schedulers:
                     f"checkpoints hold, but got '{type(scheduler).__name__}', whose step() changes its attribute "
                     f"'{changed[0]}'. Make it a Parameter, or call step() yourself."
                 )
-        for parameter, value in kept:
+        for parameter, value in values_before:
             overwrite(parameter, ms.Tensor(value, parameter.dtype))
 
 

@@ -179,8 +179,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         loss_fn: nn.Cell | None = None,
     ) -> None:
         with auto_parallel.settings_of(network):
-            given = auto_parallel.held_cell(network)
-            cell = cell_with_loss(_NAME, given, loss_fn, "network", ", or AutoParallel around one")
+            inner = auto_parallel.held_cell(network)
+            cell = cell_with_loss(_NAME, inner, loss_fn, "network", ", or AutoParallel around one")
             self._build(cell, optimizer, scale_sense)
             # Weak: in a circle the step would live on until Python collects garbage, and MindSpore compiles the graphs
             # of all other Cells anew when a Cell goes.
@@ -188,7 +188,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             self._choose_runner = lambda parts: runner_of(parts, cell, network, run_graph)
             self._assemble()
         cell.keep_options()
-        given.keep_options()
+        inner.keep_options()
 
     def _build(
         self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None
@@ -330,8 +330,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             return False
         with self.around_flush(), self._on_ranks_that_agree():
             self._runner.agree()
-            ended: Any = self._runner if self._unrolled else self.end_window
-            return ended.flush()
+            return self._runner.flush()
 
     def to_float(self, dst_type: ms.Type) -> Any:
         """Cast the network as `nn.Cell.to_float` does. Loss, accumulators and optimizer keep their dtypes."""
