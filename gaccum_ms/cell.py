@@ -188,6 +188,7 @@ class GradAccumulationCell(nn.Cell):
         jit: bool | None = None,
         split: EvenSplit | Callable | None = None,
     ) -> None:
+        values = {name: value for name, value in locals().items() if name in _OPTIONS}
         super().__init__(auto_prefix=False)
         if not isinstance(network, nn.Cell):
             raise TypeError(
@@ -197,23 +198,7 @@ class GradAccumulationCell(nn.Cell):
         refuse_wrapped_network(_NAME, network)
         refuse_accumulation_inside(network)
         self.network = network
-        self.options = Options(
-            micro_size=micro_size,
-            micro_batch_size=micro_batch_size,
-            accumulation_steps=accumulation_steps,
-            reduction=reduction,
-            count=count,
-            min_count=min_count,
-            loss_weights=loss_weights,
-            max_grad_norm=max_grad_norm,
-            transforms=transforms,
-            accumulators=accumulators,
-            overflow=overflow,
-            record_noise=record_noise,
-            aux=aux,
-            jit=jit,
-            split=split,
-        )
+        self.options = Options(**values)
         self.check_options()
         self._get_attr_from_cell(network)
         self._undifferentiated = _Undifferentiated()

@@ -733,6 +733,27 @@ FAULTS = [
         "if not number:",
         "semi_auto/test_pipelines.py -k alike",
     ),
+    Fault(
+        "semi-auto: a window's sum without a count is divided by its samples",
+        "semi_auto/batch_sums.py",
+        "ops.ones_like(total) if self.is_plain_sum else ",
+        "",
+        "semi_auto/test_windows.py -k 'three_batches and dp'",
+    ),
+    Fault(
+        "semi-auto: a checkpoint is saved in a window",
+        "semi_auto/modes.py",
+        "if batches and not step.run_record.training_ended:",
+        "if False:",
+        "semi_auto/test_modes.py -k take_turns",
+    ),
+    Fault(
+        "semi-auto: a batch that is not cut is compiled once, and its norm is of each device",
+        "semi_auto/compiled_once.py",
+        "is_cut = (options.micro_size or 1) > 1",
+        "is_cut = True",
+        "semi_auto/test_graphs.py -k 'same_precision and ratio'",
+    ),
 ]
 
 
