@@ -1,4 +1,4 @@
-"""The structure of the package: ``python tests/structure.py`` prints the numbers that test_structure.py bounds.
+"""The structure of the package, as ``python tests/structure.py`` prints it; test_structure.py allows no circle.
 
 * the longest chain of imports, in modules: how many files a reader may have to open to understand one;
 * the largest fan-out: how many modules of the package one module imports;

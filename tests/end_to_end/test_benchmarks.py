@@ -1,5 +1,5 @@
 """The benchmarks: their arithmetic and verdicts on made-up numbers, their networks and ways compared with each other,
-the real commands with tiny settings, and a check with generous limits that accumulation costs little."""
+and the real commands with tiny settings."""
 
 from __future__ import annotations
 
