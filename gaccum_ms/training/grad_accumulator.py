@@ -375,7 +375,7 @@ class GradAccumulator(nn.Cell):
     def load(self, values: Mapping[str, np.ndarray]) -> None:
         """Load a checkpoint's values, by name, also in the middle of training; `gaccum_ms.resume` checks them."""
         self._lifecycle.load(self, values)
-        self._records.clear(self)
+        self._records.begin_anew(self)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 

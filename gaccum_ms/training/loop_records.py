@@ -61,9 +61,16 @@ class LoopRecords:
         self._notes = WindowNotes()
         self._notes.updates = updates_of(accumulator)
 
+    def begin_anew(self, accumulator: Any) -> None:
+        """Forget all windows: a checkpoint is loaded."""
+        self._ended = None
+        self.clear(accumulator)
+
     def record(self, accumulator: Any, epoch: int | None) -> WindowRecord:
         """The record of the last window that has ended."""
         ended, updates = self._ended, updates_of(accumulator)
+        if ended is not None and updates < ended.update:  # MindSpore has loaded an earlier checkpoint
+            ended, self._notes.updates = None, 0
         if updates > (self._notes.updates if ended is None else ended.update):  # a graph has called the accumulator
             self._notes.begin(accumulator)
             self._notes.updates = updates - 1

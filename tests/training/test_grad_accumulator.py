@@ -584,6 +584,22 @@ def test_records_of_a_loop_within_jit(pynative):
         assert (record.update, record.updated, record.batches) == (update, True, 2)
 
 
+@pytest.mark.parametrize("load", [resume, lambda accumulator, file: ms.load_checkpoint(file, accumulator)])
+def test_records_of_a_loop_within_jit_after_an_earlier_checkpoint_is_loaded(load, tmp_path, pynative):
+    accumulator = make_accumulator(1)
+    ms.save_checkpoint(accumulator, str(tmp_path / "earlier.ckpt"))
+
+    @ms.jit
+    def add(gradients):
+        return accumulator(gradients, 1.0)
+
+    for updates in (2, 1):
+        for _ in range(updates):
+            add(gradient(1.0))
+        assert accumulator.record().update == updates
+        load(accumulator, str(tmp_path / "earlier.ckpt"))
+
+
 # -- accumulators, number of steps, compilation ------------------------------------------------------------------------
 
 
