@@ -23,6 +23,7 @@ from gaccum_ms.checkpoint.data_position import begin_at
 from gaccum_ms.checkpoint.newest import SUFFIXES, newest_checkpoint
 from gaccum_ms.checkpoint.rank_files import Values, of_rank, origin
 from gaccum_ms.checks.arguments import first_of
+from gaccum_ms.distributed.ranks import group_size_or_1
 from gaccum_ms.distributed.sharded_optimizer import whole_state
 from gaccum_ms.learning_rate import MULTIPLIER_PREFIX
 from gaccum_ms.training.grad_accumulator import GradAccumulator
@@ -111,7 +112,9 @@ def resume(
     step = _step_of(model)
     paths = [Path(checkpoint)] if isinstance(checkpoint, (str, Path)) else [Path(path) for path in checkpoint]
     if len(paths) == 1 and paths[0].suffix not in SUFFIXES:
-        paths = newest_checkpoint(paths[0], step.run_record.ranks)
+        # In semi-auto and auto parallel mode a checkpoint is of one rank in the record, and all devices must agree.
+        ranks = step.run_record.ranks if step.run_record.resumes_windows else group_size_or_1()
+        paths = newest_checkpoint(paths[0], ranks)
         if not paths:
             return 0
     if not paths:

@@ -44,10 +44,7 @@ def _sent(parameter: ms.Parameter, from_rank_0: Any) -> ms.Tensor:
 
 def advice_about_ranks(owner: str) -> str | None:
     """What to say where several processes train and nothing joins them; None otherwise."""
-    try:
-        ranks = get_group_size()
-    except (RuntimeError, ValueError):  # `init` was not called
-        return None
+    ranks = group_size_or_1()
     if ranks == 1 or ms.get_auto_parallel_context("parallel_mode") != ms.ParallelMode.STAND_ALONE:
         return None
     return (
@@ -63,6 +60,14 @@ def rank_or_0() -> int:
         return get_rank()
     except RuntimeError:
         return 0
+
+
+def group_size_or_1() -> int:
+    """The number of ranks in any parallel mode; 1 if `init` was not called."""
+    try:
+        return get_group_size()
+    except (RuntimeError, ValueError):
+        return 1
 
 
 class SumOverRanks(nn.Cell):

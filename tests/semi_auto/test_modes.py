@@ -26,6 +26,8 @@ from gaccum_ms import (
 )
 from gaccum_ms.backend import MirrorMicroStepOperator, bprop_getters
 from gaccum_ms.backend.micro_mirrors import unreduced
+from gaccum_ms.checkpoint import newest
+from gaccum_ms.distributed import ranks
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.compiled_once import CompiledOnce
 from gaccum_ms.semi_auto.unrolled_window import AddedBatch
@@ -226,6 +228,19 @@ def test_resumes_from_a_folder_of_checkpoints_after_compiling(compiled, tmp_path
     resume(later, tmp_path)
     assert int(later.update_count.asnumpy()) == 3
     np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), state.asnumpy())
+
+
+def test_all_devices_resume_from_the_newest_checkpoint_that_all_have(compiled, monkeypatch, tmp_path):
+    """Here another one lacks the newest. Two devices are simulated: none runs this mode."""
+    step = make_step(micro_size=2)
+    for update in (1, 2):
+        step.update_count.set_data(Tensor(update, ms.int32))
+        compiled(step, tmp_path / f"update_{update}.ckpt")
+    monkeypatch.setattr(ranks, "get_group_size", lambda: 2)
+    monkeypatch.setattr(newest, "gather_json", lambda keys: [keys, [key for key in keys if key[0] < 2]])
+    later = make_step(micro_size=2)
+    resume(later, tmp_path)
+    assert int(later.update_count.asnumpy()) == 1
 
 
 def test_a_checkpoint_of_an_open_window_is_refused(parallel_mode, tmp_path):
