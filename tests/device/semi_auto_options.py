@@ -19,9 +19,11 @@ from gaccum_ms import (
     ClipByValue,
     EvenSplit,
     GradAccumulationCell,
+    PerSampleLoss,
     SkipSpikes,
     TrainOneStepWithGradAccumulationCell,
     WeightAverage,
+    resume,
 )
 from gaccum_ms.distributed.stages import owned_weights, stages
 
@@ -48,6 +50,8 @@ class Network(nn.Cell):
             loss = ((errors * positive).sum(), positive.sum())
         elif self.kind == "two losses":
             loss = (loss, ops.square(out).mean())
+        elif self.kind == "per sample":
+            loss = errors
         elif self.kind == "aux":
             loss = (loss, ops.abs(out).mean(), out)
         return loss
@@ -88,31 +92,45 @@ OPTIONS = {
     "windows": {"accumulation_steps": 3, "count": samples},
     "transforms": {"transforms": (SkipSpikes(norm=100.0), ClipByGlobalNorm(0.5), ClipByValue(0.1), WeightAverage(0.9))},
     "casts": {},
+    "overflow": {"count": samples, "max_grad_norm": 0.5},
+    "per sample": {},
+    "resume": {"accumulation_steps": 2, "count": samples},
     **{kind: {"reduction": "ratio", "max_grad_norm": 0.5} for kind in STAGES},
 }
 
 
-def train(kind: str, rank: int, ranks: int) -> dict[str, np.ndarray]:
-    """The weights after all batches of this rank, and after the flush of an open window: in a pipeline, those of its
-    stage."""
+def make_step(kind: str) -> TrainOneStepWithGradAccumulationCell:
     network = Staged(STAGES[kind]) if kind in STAGES else Network(kind)
-    rank, ranks = rank % (ranks // stages()), ranks // stages()
     if kind == "casts":
         network.to_float(ms.float16)
-    cell = GradAccumulationCell(network, 4, **OPTIONS[kind])
+    cell = GradAccumulationCell(PerSampleLoss(network) if kind == "per sample" else network, 4, **OPTIONS[kind])
     optimizer = nn.Momentum(network.trainable_params(), 0.05, 0.9)
-    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    scale = nn.DynamicLossScaleUpdateCell(1024.0, 2, 2) if kind == "overflow" else None
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
+
+
+def train(kind: str, rank: int, ranks: int, file: str) -> dict[str, np.ndarray]:
+    """The weights after all batches of this rank, and after the flush of an open window: in a pipeline, those of its
+    stage."""
+    rank, ranks = rank % (ranks // stages()), ranks // stages()
+    step = make_step(kind)
     random = np.random.default_rng(1)
-    for _ in range(BATCHES):
+    for number in range(BATCHES):
+        if kind == "resume" and number == BATCHES // 2:
+            ms.save_checkpoint(step, file)
+            step = make_step(kind)
+            resume(step, file)
         x = random.normal(size=(SAMPLES, 16)).astype(np.float32)
+        if kind == "overflow" and number == 1:
+            x[3] = np.inf  # a sample of one rank: no rank may update
         batch = [x, x[:, :1] + x[:, 1:2] ** 2 - 1]
         batch = [np.split(array, ranks)[rank] for array in batch]
         if kind == "shared":
             batch.append(np.full((1, 1), 2.0, np.float32))
         step(*map(ms.Tensor, batch))
     step.flush()
-    weights = network.trainable_params()
-    owned = owned_weights(network, weights) if stages() > 1 else (True,) * len(weights)
+    weights = step.weights
+    owned = owned_weights(step.network, weights) if stages() > 1 else (True,) * len(weights)
     return {f"{kind}/{weight.name}": weight.asnumpy() for weight, own in zip(weights, owned, strict=True) if own}
 
 
@@ -137,7 +155,7 @@ def main() -> None:
             shared = {"dataset_strategy": ((ranks, 1), (ranks, 1), (1, 1))} if kind == "shared" else {}
             ms.reset_auto_parallel_context()
             ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", gradients_mean=False, **shared, **pipeline)
-        weights |= train(kind, rank, ranks)
+        weights |= train(kind, rank, ranks, f"{sys.argv[1]}.{rank}.ckpt")
     np.savez(f"{sys.argv[1]}.{rank}.npz", **weights)
 
 
