@@ -37,8 +37,8 @@ LEFT_OPEN = {
     "speed and memory": "The benchmarks' targets are for two cores of a CPU. On a device they only measure.",
     "semi-auto parallel mode on large networks": "The compiled graphs for eight devices were tested: "
     "[How it was proved](parallel.md#how-it-was-proved)",
-    "checkpoints of parts of weights, in semi-auto parallel mode": "Whole weights are loaded before the first step: "
-    "[What is refused there](parallel.md#what-is-refused-there)",
+    "checkpoints after the first step, in semi-auto parallel mode": "Whole weights are loaded before it; saving after "
+    "it was simulated: [Semi-auto mode](parallel.md#semi-auto-and-auto-parallel-mode)",
     "`Model.build` and `Model.infer_train_layout`": "Both refuse CPU, with and without the cell: "
     "[Train, evaluate, predict, export](flow.md)",
     "several hosts": "The hosts were nodes of Ray and of Slurm, and network namespaces, on one machine: "
