@@ -188,7 +188,7 @@ class GradAccumulationCell(nn.Cell):
         jit: bool | None = None,
         split: EvenSplit | Callable | None = None,
     ) -> None:
-        values = {name: value for name, value in locals().items() if name in _OPTIONS}
+        arguments = locals()
         super().__init__(auto_prefix=False)
         if not isinstance(network, nn.Cell):
             raise TypeError(
@@ -198,7 +198,7 @@ class GradAccumulationCell(nn.Cell):
         refuse_wrapped_network(_NAME, network)
         refuse_accumulation_inside(network)
         self.network = network
-        self.options = Options(**values)
+        self.options = Options(**{name: arguments[name] for name in _OPTIONS})
         self.check_options()
         self._get_attr_from_cell(network)
         self._undifferentiated = _Undifferentiated()

@@ -28,12 +28,14 @@ _RECORDS = [own(name) for name in ("update_count", "window_position", "batch_cou
 Key = list[int]  # updates made, batches in the open window, batches seen, number of ranks
 
 
-def newest_checkpoint(folder: Path, ranks: int) -> list[Path]:
-    """Return the newest checkpoint in a folder that all ranks have, or an empty list if no rank has any.
+def newest_checkpoint(folder: Path, ranks: int, in_windows: bool = True) -> list[Path]:
+    """Return the newest checkpoint in a folder that all ranks have, or an empty list if no rank has any. `in_windows` :
+    whether one may be saved in a window.
 
     A collective, if there are several ranks."""
     files = [path for path in folder.iterdir() if path.suffix in SUFFIXES] if folder.is_dir() else []
-    whole = ((path, key) for path in sorted(files, key=_time, reverse=True) if (key := _key(path)))
+    newest_first = ((path, _key(path)) for path in sorted(files, key=_time, reverse=True))
+    whole = ((path, key) for path, key in newest_first if key and (in_windows or not key[1]))
     mine: list[tuple[Path, Key]] = []
     for number in (1, AHEAD + 1):  # usually all have the same newest one
         mine += itertools.islice(whole, number - len(mine))

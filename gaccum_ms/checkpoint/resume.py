@@ -112,9 +112,10 @@ def resume(
     step = _step_of(model)
     paths = [Path(checkpoint)] if isinstance(checkpoint, (str, Path)) else [Path(path) for path in checkpoint]
     if len(paths) == 1 and paths[0].suffix not in SUFFIXES:
-        # In semi-auto and auto parallel mode a checkpoint is of one rank in the record, and all devices must agree.
-        ranks = step.run_record.ranks if step.run_record.resumes_windows else group_size_or_1()
-        paths = newest_checkpoint(paths[0], ranks)
+        resumes_windows = step.run_record.resumes_windows
+        # In semi-auto and auto parallel mode the record says one rank, but all devices choose together.
+        ranks = step.run_record.ranks if resumes_windows else group_size_or_1()
+        paths = newest_checkpoint(paths[0], ranks, in_windows=resumes_windows)
         if not paths:
             return 0
     if not paths:

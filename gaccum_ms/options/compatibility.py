@@ -27,9 +27,11 @@ class Setup(NamedTuple):
 
     @property
     def accumulates_in_lower_precision(self) -> bool:
-        """Whether accumulators have a lower precision than a weight."""
-        is_lower = self.options.accumulators.dtype in (ms.float16, ms.bfloat16)
-        return is_lower and any(weight.dtype == ms.float32 for weight in self.network.trainable_params())
+        """Whether there are accumulators, and they have a lower precision than a weight."""
+        options, dtype = self.options, self.options.accumulators.dtype
+        accumulates = (options.micro_size or 1) > 1 or (options.accumulation_steps or 1) > 1
+        is_low = dtype in (ms.float16, ms.bfloat16)
+        return accumulates and is_low and any(weight.dtype != dtype for weight in self.network.trainable_params())
 
     @property
     def sum_without_count(self) -> bool:

@@ -34,7 +34,7 @@ def rule_of(options: Options, on_ranks: bool) -> str:
 class RunRecord(nn.Cell):
     """The record of the run that saves a checkpoint. No graph reads its Parameters; they are in every checkpoint.
     `rules` : the possible weightings of micro-batches, out of `RULES` ; if several, each window's first batch decides,
-    in `window_rule` . `resumes_windows` : whether an open window can be finished here, if it is this rank's."""
+    in `window_rule` . `resumes_windows` : whether this rank can go on with its own open window."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RunRecord(nn.Cell):
         self.resumes_windows = resumes_windows
         self.begun = False  # whether the step has run
         self.loaded = False  # whether a checkpoint may have been loaded since its last run
-        self.training_ended = False  # whether an `ms.Model.train` has, which has warned of an open window
+        self.training_ended = False  # whether an `ms.Model.train` has ended since the last batch
         self.window_origin = of_this_rank(own("window_origin"), ms.Tensor([self.rank, self.ranks], ms.int32))
         self.window_rule = counter("window_rule", RULES.index(self.rules[0]))
         self.configured_steps = counter("configured_steps", accumulation_steps)
@@ -101,7 +101,8 @@ class RunRecord(nn.Cell):
             raise ValueError(
                 f"For '{self.owner}', in semi-auto and auto parallel mode a checkpoint must be from between two "
                 f"windows, because each device has its own part of the sums, but got one that was saved {batches} "
-                f"batch(es) after a window's beginning. Save it at an update, as gaccum_ms.UpdateCheckpoint does."
+                f"batch(es) after a window's beginning. Load an earlier one. FlushAccumulation() leaves no window open "
+                f"at a training's end."
             )
         if not spans_batches:
             raise ValueError(

@@ -50,9 +50,9 @@ def compiled_once(network: nn.Cell, setup: Setup) -> nn.Cell:
             called.
 
     Raises:
-        ValueError: If a Cell with `mindspore.lazy_inline` is inside of it: the compiler takes one within another for
-            no micro-batch's, and sums the norm of a batch that is not cut once for each device. On GPU, if it is
-            needed or there is one.
+        ValueError: If casts are outside of a Cell with `mindspore.lazy_inline` , which may not be in another one. If
+            there is such a Cell, a norm, and a batch that is not cut: the compiler adds the norm up once for each
+            device. On GPU, if such a Cell is needed or there is one.
     """
     options, whole, _ = setup
     is_cut = (options.micro_size or 1) > 1

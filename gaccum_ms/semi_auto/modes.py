@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gaccum_ms.options.compatibility import Setup
 
 _NAME = "GradAccumulationCell"
+_READS_TO_SAVE = "mindspore.train.serialization", "_convert_cell_to_param_list"
 
 
 def held_cell(network: Any) -> Any:
@@ -94,27 +95,35 @@ def shards_gradients() -> bool:
 
 
 def is_saving() -> bool:
-    """Whether the caller of our caller is MindSpore's own code that saves checkpoints."""
-    return sys._getframe(2).f_globals.get("__name__") == "mindspore.train.serialization"
+    """Whether MindSpore's function that reads what it saves has called our caller."""
+    reader = sys._getframe(2)
+    return (reader.f_globals.get("__name__"), reader.f_code.co_name) == _READS_TO_SAVE
 
 
-def prepare_save(step: Any) -> None:
-    """Refuse a checkpoint that is saved in a window, before training has ended: the last one has the weights, and
-    `RunRecord` refuses to go on with its window. Make MindSpore save our records and single numbers: once it has
-    compiled, it saves those Parameters alone that its graph reads, and an optimizer with a constant rate does not read
-    its `global_step` ."""
+def refuse_open_window(step: Any) -> None:
+    """Refuse to save a checkpoint in a window. After a training, and after an error, it is saved for its weights:
+    `RunRecord` refuses to go on with its window."""
     batches = int(step.window_position.asnumpy())
-    if batches and not step.run_record.training_ended:
+    if batches and not step.run_record.training_ended and sys.exc_info()[0] is None:
         raise RuntimeError(
             f"For '{_NAME}', in semi-auto and auto parallel mode a checkpoint must be saved between two windows, "
             f"because each device has its own part of the sums, but got one {batches} batch(es) after a window's "
             f"beginning. Call step.flush() first, or save at an update, as gaccum_ms.UpdateCheckpoint does."
         )
-    for parameter in step.get_parameters():
-        is_record = parameter.name.startswith(PREFIX) and parameter.layerwise_parallel  # averages lie as their weights
-        if is_record or parameter.size == 1:
-            parameter.init_data()
-            parameter.sliced = True
+
+
+def save_records(step: nn.Cell) -> None:
+    """Make MindSpore save our records and the optimizer's `global_step` . Once it has compiled, it saves those
+    Parameters alone that its graph reads, and with a constant rate no graph reads `global_step` ."""
+    records = [
+        parameter
+        for parameter in step.get_parameters()
+        if parameter.name.startswith(PREFIX) and parameter.layerwise_parallel  # averages lie as their weights
+    ]
+    step_count = getattr(step.optimizer, "global_step", None)
+    for parameter in records if step_count is None else (*records, step_count):
+        parameter.init_data()
+        parameter.sliced = True
 
 
 def check_network(network: nn.Cell) -> None:

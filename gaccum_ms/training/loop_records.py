@@ -69,7 +69,8 @@ class LoopRecords:
     def record(self, accumulator: Any, epoch: int | None) -> WindowRecord:
         """The record of the last window that has ended."""
         ended, updates = self._ended, updates_of(accumulator)
-        if ended is not None and updates < ended.update:  # MindSpore has loaded an earlier checkpoint
+        if ended is not None and updates < ended.update and not self._notes.counts:
+            # MindSpore has loaded an earlier checkpoint, and a graph may have called the accumulator since.
             ended, self._notes.updates = None, 0
         if updates > (self._notes.updates if ended is None else ended.update):  # a graph has called the accumulator
             self._notes.begin(accumulator)

@@ -182,6 +182,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             inner = auto_parallel.held_cell(network)
             cell = cell_with_loss(_NAME, inner, loss_fn, "network", ", or AutoParallel around one")
             self._build(cell, optimizer, scale_sense)
+            self._outer = (network,)  # in a tuple, because it is no child
             # Weak: in a circle the step would live on until Python collects garbage, and MindSpore compiles the graphs
             # of all other Cells anew when a Cell goes.
             run_graph = weakref.WeakMethod(self._run_graph)
@@ -270,9 +271,10 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 "accumulation_steps > 1."
             )
         self.spans_batches = True
-        self.window = self._make_window()
-        self.update.take_window(self.window.open)
-        self._assemble()
+        with auto_parallel.settings_of(self._outer[0]):
+            self.window = self._make_window()
+            self.update.take_window(self.window.open)
+            self._assemble()
 
     @property
     def options(self) -> Options:
@@ -359,12 +361,18 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             self._lifecycle.prepare_save()
         return super().init_parameters_data(*args, **kwargs)
 
+    def keep_records(self) -> None:
+        """Before a checkpoint is saved that may hold the step within another Cell, as with data sinking."""
+        self.run_record.keep_random_state()
+        if self._unrolled:
+            auto_parallel.save_records(self)
+
     @nn.Cell.parameter_layout_dict.getter
     def parameter_layout_dict(self):
         """MindSpore reads this first when it saves a checkpoint."""
         if self._unrolled and auto_parallel.is_saving():
-            auto_parallel.prepare_save(self)
-            self._lifecycle.prepare_save()
+            auto_parallel.refuse_open_window(self)
+            self.keep_records()
         return nn.Cell.parameter_layout_dict.fget(self)
 
     def load(self, values: Mapping[str, np.ndarray]) -> None:
@@ -378,6 +386,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 f"{', '.join(named)} by name."
             )
         self._lifecycle.begin_call()
+        self.run_record.training_ended = False
         batch = self._runner.prepare(inputs)
         self.advice.look(self.spans_batches, batch.sizes, batch.network_inputs)
         try:

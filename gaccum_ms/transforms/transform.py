@@ -50,7 +50,8 @@ class Transform(_KeepsArguments, nn.Cell):
       `mindspore.ops.depend` to its side effects. What must change only with an update belongs here.
 
     A derived class takes the arguments that it needs, and calls ``super().__init__()`` in its constructor. All
-    ranks must decide alike. Checkpoints have the Parameters of `state` , and :func:`resume` continues with them.
+    ranks must decide alike. Checkpoints have the Parameters of `state` and `state_like` , with which :func:`resume`
+    continues.
 
     In semi-auto and auto parallel mode a gradient is one device's part. A class with ``elementwise = True`` says that
     it treats each element of a gradient and of its weight by itself; other classes of yours are refused there.
@@ -113,7 +114,7 @@ class Transform(_KeepsArguments, nn.Cell):
 
     def state_like(self, name: str, weight: ms.Parameter, value: float = 0.0) -> ms.Parameter:
         """State with a number for each element of a weight. In semi-auto and auto parallel mode it lies on the devices
-        as the weight does.
+        as the weight does; in a pipeline that was not tried.
 
         Args:
             name (str): Its name, which no other link may have.

@@ -3,6 +3,8 @@ test_graphs.py."""
 
 from __future__ import annotations
 
+import os
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -173,12 +175,12 @@ def compiled(monkeypatch):
     """Saves as MindSpore does once its compiler has laid a step out: the Parameters that its graph has."""
     monkeypatch.setattr(serialization, "_is_auto_parallel_mode", lambda step: True)
 
-    def save(step, file):
+    def save(step, file, saved=None):
         for parameter in step.get_parameters():
-            if parameter.name.startswith(("hidden.", "out.", "accum.", "stat.")):
+            if parameter.name.startswith(("hidden.", "out.", "accum.", "stat.", "learning_rate", "momentum")):
                 parameter.init_data()
                 parameter.sliced = True
-        ms.save_checkpoint(step, str(file))
+        ms.save_checkpoint(saved or step, str(file))
 
     return save
 
@@ -206,14 +208,23 @@ def test_the_adding_graph_and_the_updating_one_take_turns(monkeypatch, compiled,
         runner.run(batch)
     with pytest.raises(RuntimeError, match=r"must be saved between two windows, .*Call step\.flush\(\)"):
         compiled(step, tmp_path / "in_window.ckpt")
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:  # MindSpore saves with `exception_save`
+        compiled(step, tmp_path / "after_error.ckpt")
     step.run_record.training_ended = True  # a Model has warned of the open window: its last checkpoint has the weights
     compiled(step, tmp_path / "at_end.ckpt")
-    with pytest.raises(ValueError, match=r"must be from between two windows, .* saved 1 batch"):
+    with pytest.raises(ValueError, match=r"must be from between two windows, .* saved 1 batch.*FlushAccumulation"):
         resume(make_step(micro_size=2, accumulation_steps=3), tmp_path / "at_end.ckpt")
     assert isinstance(step.parameter_layout_dict, dict)  # other readers than those that save
     step.flush()
     assert calls == ["add", "add", "update 1.0", "add", "update 0.0"]
     compiled(step, tmp_path / "between_windows.ckpt")
+    os.utime(tmp_path / "at_end.ckpt")
+    later = make_step(micro_size=2, accumulation_steps=3)
+    resume(later, tmp_path)  # not from the newest file, which has an open window
+    assert not later.run_record.training_ended
+    assert not int(later.window_position.asnumpy())
 
 
 def test_resumes_from_a_folder_of_checkpoints_after_compiling(compiled, tmp_path):
@@ -228,6 +239,31 @@ def test_resumes_from_a_folder_of_checkpoints_after_compiling(compiled, tmp_path
     resume(later, tmp_path)
     assert int(later.update_count.asnumpy()) == 3
     np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), state.asnumpy())
+
+
+def test_a_wrapper_of_data_sinking_saves_the_records_too(compiled, tmp_path):
+    """MindSpore saves the wrapper, which runs no hook of the step."""
+    step = make_step(micro_size=2)
+    wrapper = nn.Cell(auto_prefix=False)
+    wrapper.network = step
+    step.keep_records()
+    compiled(step, tmp_path / "saved.ckpt", wrapper)
+    assert resume(make_step(micro_size=2), tmp_path) == 0
+
+
+def test_a_number_of_another_stage_is_not_saved(compiled, tmp_path):
+    """MindSpore marks the weights that its graph has; a bias of one number may be of another stage."""
+    step = make_step(micro_size=2)
+    step.weights[0].sliced = True
+    step.keep_records()
+    saved = [parameter.name for parameter in step.get_parameters() if parameter.sliced]
+    assert {name for name in saved if not name.startswith("gaccum_ms.")} == {step.weights[0].name, "global_step"}
+
+
+def test_accumulators_of_a_lower_precision_than_weights_are_refused():
+    with pytest.raises(ValueError, match="the precision of the weights at least, but got Accumulators"):
+        make_step(micro_size=2, accumulators=Accumulators(ms.float16))
+    make_step(micro_size=1, accumulators=Accumulators(ms.float16))  # has none
 
 
 def test_all_devices_resume_from_the_newest_checkpoint_that_all_have(compiled, monkeypatch, tmp_path):
