@@ -738,7 +738,7 @@ FAULTS = [
         "semi_auto/batch_sums.py",
         "ops.ones_like(total) if self.is_plain_sum else ",
         "",
-        "semi_auto/test_windows.py -k 'three_batches and dp'",
+        "semi_auto/test_windows.py -k 'three_batches and sum'",
     ),
     Fault(
         "semi-auto: a checkpoint is saved in a window",
