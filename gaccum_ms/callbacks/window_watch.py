@@ -74,6 +74,7 @@ class WindowWatch(Callback):
         # Read now: an evaluation on the same data set, in Model.fit, resets it.
         parameters.skipped_batches = parameters.train_dataset.get_init_step() % max(parameters.batch_num, 1)
         overwrite(self._step.run_record.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
+        self._step.keep_records()
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Before the first epoch: other callbacks may have let windows span batches when the training began."""
@@ -116,7 +117,7 @@ class WindowWatch(Callback):
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         if run_context.original_args().dataset_sink_mode:
-            self._step.keep_records()  # saving the wrapper runs no hook of the step
+            self._step.run_record.keep_random_state()  # saving the wrapper runs no hook of the step
 
     def on_train_end(self, run_context: RunContext) -> None:
         step = self._step

@@ -9,13 +9,13 @@ That is for Ascend: MindSpore's back end for GPUs does not run such graphs. A ba
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.semi_auto.modes import shards_gradients
+from gaccum_ms.transforms.chain import is_elementwise
 
 
 class CompiledOnce(nn.Cell):
@@ -60,11 +60,8 @@ def compiled_once(network: nn.Cell, setup: Setup) -> nn.Cell:
     casting = [type(cell).__name__ for cell in _inlined(network) if is_cut and (by_level or _casts(cell))]
     inside = [type(cell).__name__ for _, cell in network.cells_and_names() if _is_lazy(cell)]
     shards = is_cut and shards_gradients()
-    if (
-        inside
-        and not is_cut
-        and (options.max_grad_norm is not None or not all(map(_is_elementwise, options.transforms)))
-    ):
+    takes_norm = options.max_grad_norm is not None or not all(map(is_elementwise, options.transforms))
+    if inside and takes_norm and not is_cut:
         raise ValueError(
             f"For 'GradAccumulationCell', in semi-auto and auto parallel mode the compiler sums the norm of a batch of "
             f"one micro-batch once for each device where the network has mindspore.lazy_inline, but got it on the "
@@ -103,10 +100,6 @@ def _inlined(cell: nn.Cell) -> Iterator[nn.Cell]:
         yield cell
     for child in cell.cells():
         yield from _inlined(child)
-
-
-def _is_elementwise(link: Any) -> bool:
-    return getattr(link, "elementwise", False)
 
 
 def _casts(cell: nn.Cell) -> bool:

@@ -362,7 +362,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         return super().init_parameters_data(*args, **kwargs)
 
     def keep_records(self) -> None:
-        """Before a checkpoint is saved that may hold the step within another Cell, as with data sinking."""
+        """Let a checkpoint have all records, also one of a Cell around the step, as with data sinking."""
         self.run_record.keep_random_state()
         if self._unrolled:
             auto_parallel.save_records(self)

@@ -172,9 +172,14 @@ def _check_names(owner: str, links: Sequence[Transform], weights: Sequence[ms.Pa
                 )
 
 
+def is_elementwise(link: Any) -> bool:
+    """Whether a transform treats each element of a gradient by itself."""
+    return getattr(link, "elementwise", False)
+
+
 def sees_parts(link: Any) -> bool:
     """Whether a transform is right where a gradient is one device's part."""
-    return getattr(link, "elementwise", False) or isinstance(link, (ClipByGlobalNorm, SkipSpikes))
+    return is_elementwise(link) or isinstance(link, (ClipByGlobalNorm, SkipSpikes))
 
 
 def name_of(link: Any) -> str:

@@ -153,7 +153,7 @@ BROKEN = [
     ({**SHARDED, **TWO}, "reduces each micro-batch .* got 2 loss.es. and overflow='drop_window'"),
     (
         {"accumulators": Accumulators(compensated=True)},
-        r"must have compensated=False, .* but got Accumulators\(.*: the",
+        r"must have compensated=False, and the precision of the weights at least, but got Accumulators\(.*: the",
     ),
     (SHARDED, r"the compiler shards accumulators itself, but got Accumulators\(.*sharded=True\) and no 'gradient_acc"),
     ({"overflow": "drop_micro_batch", **TWO}, "drop_micro_batch' divides .* got 2 loss.es., reduction='mean'"),

@@ -211,23 +211,14 @@ class Momentum(Transform):
     """A transform of a user, with a number for each element of a weight."""
 
     elementwise = True
-    lies_as_weights = True
 
     def prepare(self, network):
-        make = (
-            self.state_like
-            if self.lies_as_weights
-            else lambda name, weight, value: self.state(name, np.full(weight.shape, value, np.float32))
-        )
-        self.moments = ms.ParameterTuple([make(f"moment.{weight.name}", weight, 0.5) for weight in self.weights])
+        moments = [self.state_like(f"moment.{weight.name}", weight, 0.5) for weight in self.weights]
+        self.moments = ms.ParameterTuple(moments)
         self.map = ops.HyperMap()
 
     def change(self, gradients):
         return self.map(moved, self.moments, gradients)
-
-
-class MomentumOfEachRank(Momentum):
-    lies_as_weights = False
 
 
 moved = ops.MultitypeFuncGraph("moved")
@@ -425,7 +416,6 @@ OPTIONS = {
     },
     "skipped": {"transforms": lambda: (SkipSpikes(norm=0.1, history=8),)},
     "momentum": {"transforms": lambda: (Momentum(),)},
-    "momentum of each rank": {"transforms": lambda: (MomentumOfEachRank(),)},
     "average": {"transforms": lambda: (WeightAverage(0.75),)},
     "mean, count, aux": {"returns": "mean", "counted": True, "aux": True},
     "two ratios, clip": {"max_grad_norm": 0.1} | TWO,
