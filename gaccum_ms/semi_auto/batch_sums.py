@@ -191,6 +191,35 @@ class Ratio(Fraction):
         return ops.cast(outputs[0], ms.float32), (*scalars, denominator), others
 
 
+class WeightedSum(nn.Cell):
+    """The weighted sum of every second of a network's outputs, or of all.
+
+    It has a backward of its own. The known one adds zeros to the gradient of each item of a tuple: where the network
+    has `mindspore.lazy_inline` , they would take the compiler another round of passes.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, outputs, factors):
+        weighted = as_float32(outputs[0]) * factors[0]
+        for term in range(1, len(factors)):
+            weighted = weighted + as_float32(outputs[self.step * term]) * factors[term]
+        return weighted
+
+    def bprop(self, outputs, factors, out, dout):
+        gradients: tuple = ()
+        for position in range(len(outputs)):
+            gradient = outputs[position]
+            if position % self.step == 0:
+                gradient = ops.cast(dout * factors[position // self.step], gradient.dtype)
+            elif isinstance(gradient, ms.Tensor):  # the compiler puts a 0 in the place of one that is not used above
+                gradient = ops.zeros_like(gradient)
+            gradients = (*gradients, gradient)
+        return gradients, each(ops.zeros_like, factors)
+
+
 class WeightedLosses(nn.Cell):
     """Several losses, each over its own total."""
 
@@ -204,6 +233,7 @@ class WeightedLosses(nn.Cell):
         options, network, _ = setup
         self.network, self.for_totals = compiled_once(network, setup), network
         self.number = self.batch_counts = options.losses
+        self.weighted_sum = WeightedSum(2 if options.returns_ratio else 1)
         self.weights = options.loss_weights
         self.loss_is_mean = options.loss_is_mean
         self.ratio = options.returns_ratio
@@ -241,11 +271,10 @@ class WeightedLosses(nn.Cell):
         outputs = self.network(*micro_batch)
         losses = each(as_float32, outputs[::2]) if self.ratio else float32_losses(outputs, self.number)
         if self.loss_is_mean:
-            losses = each(sum_of_mean, losses, self.items(micro_batch))
-        weighted = losses[0] * factors[0]
-        for term in range(1, self.number):
-            weighted = weighted + losses[term] * factors[term]
-        return weighted, without_gradient(losses), ()
+            # The batch's count does not tell whether each micro-batch's is valid.
+            items = each(counts.nan_if_bad, self.items(micro_batch))
+            losses, factors = each(times, losses, items), each(times, factors, items)
+        return self.weighted_sum(outputs, factors), without_gradient(losses), ()
 
     def finished(self, numerators, totals, seed_per_item, scale):
         totals = stack(totals)
@@ -333,11 +362,6 @@ def number_of(kind, result):
 
 def outputs_of(result):
     return result[2]
-
-
-def sum_of_mean(mean, items):
-    """The batch's count does not tell whether each micro-batch's is valid."""
-    return mean * counts.nan_if_bad(items)
 
 
 def times(factor, number):

@@ -183,7 +183,21 @@ class Dense(nn.Cell):
             return ratio[0] / ratio[1]
         if self.returns == "two quotients":
             return ratio[0] / ratio[1] + 0.3 * (other[0] / other[1])
+        if self.returns == "two sums":
+            return ratio[0], other[0]
         return ratio if self.returns == "ratio" else (*ratio, *other)
+
+
+class Weighted(nn.Cell):
+    """Two losses as MindSpore's cell takes them."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, x, y):
+        losses = self.network(x, y)
+        return losses[0] + 0.3 * losses[1]
 
 
 class LazyDense(Dense):
@@ -421,26 +435,32 @@ OPTIONS = {
     "two ratios, clip": {"max_grad_norm": 0.1} | TWO,
 }
 
-# Seven layers: what the network returns, and the options of our step; None for MindSpore's.
+# Seven layers, or 28: what the network returns, and the options of our step; None for MindSpore's.
 DEEP = {
     "framework": ("mean", None),
     "framework, ratio": ("quotient", None),
     "framework, two ratios": ("two quotients", None),
+    "framework, two sums": ("two sums", None),
     "mean": ("mean", {}),
     "ratio": ("ratio", {"reduction": "ratio"}),
     "two ratios": ("two ratios", {"reduction": "ratio", "loss_weights": (1.0, 0.3)}),
     "aux": ("aux", {"aux": True}),
     "windows": ("mean", {"accumulation_steps": 2}),
+    "count": ("mean", {"count": positive}),
+    "two sums": ("two sums", {"reduction": "sum", "count": (positive, positive), "loss_weights": (1.0, 0.3)}),
+    "scale, clip": ("mean", {"scale": manager(), "max_grad_norm": 1.0}),
     "half": ("mean", {}),
 }
 
 
-def deep(net, kind, micro_size):
-    """A step of seven layers, which `DEEP` describes."""
+def deep(net, kind, micro_size, layers=7):
+    """A step of so many layers, which `DEEP` describes."""
     returns, options = DEEP[kind]
-    network = net(6, returns)
+    network = net(layers - 1, returns)
     if kind == "half":
         network.to_float(ms.float16)
+    if kind == "framework, two sums":
+        network = Weighted(network)
     return frameworks(network, micro_size) if options is None else ours(network, micro_size, **options)
 
 
@@ -491,8 +511,9 @@ CASES = {
     "half, lazy inside": (lambda: ours(PerSampleLoss(LazyDense(returns="none").to_float(ms.float16)), 4), {}),
     "half, framework": (lambda: frameworks(Dense().to_float(ms.float16), 4), {}),
     **{
-        f"{lazy}deep, {kind}, {k}": (lambda net=net, kind=kind, k=k: deep(net, kind, k), SUM)
+        f"{lazy}{name}, {kind}, {k}": (lambda net=net, kind=kind, k=k, size=size: deep(net, kind, k, size), SUM)
         for lazy, net in (("", Dense), ("lazy ", LazyDense))
+        for name, size in (("deep", 7), ("deeper", 28))
         for kind in DEEP
         for k in (2, 4, 8, 16)
     },
