@@ -734,6 +734,13 @@ FAULTS = [
         "semi_auto/test_pipelines.py -k alike",
     ),
     Fault(
+        "semi-auto: all losses have the first one's factor in the backward",
+        "semi_auto/batch_sums.py",
+        "dout * factors[position // self.step]",
+        "dout * factors[0]",
+        "semi_auto/test_batch_sums.py -k 'two and sums and dp'",
+    ),
+    Fault(
         "semi-auto: a window's sum without a count is divided by its samples",
         "semi_auto/batch_sums.py",
         "ops.ones_like(total) if self.is_plain_sum else ",
