@@ -274,6 +274,7 @@ class WeightedLosses(nn.Cell):
             # The batch's count does not tell whether each micro-batch's is valid.
             items = each(counts.nan_if_bad, self.items(micro_batch))
             losses, factors = each(times, losses, items), each(times, factors, items)
+        outputs = outputs if isinstance(outputs, tuple) else tuple(outputs)  # the passes know no list
         return self.weighted_sum(outputs, factors), without_gradient(losses), ()
 
     def finished(self, numerators, totals, seed_per_item, scale):

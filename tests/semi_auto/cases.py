@@ -85,9 +85,9 @@ class Mask(nn.Cell):
 class Masked(Net):
     """One or two losses, each over a mask: a numerator, and with ``returns="ratio"`` a denominator too, or means."""
 
-    def __init__(self, losses=1, returns="ratio", aux=False, split=None):
+    def __init__(self, losses=1, returns="ratio", aux=False, split=None, as_list=False):
         super().__init__(split=split)
-        self.losses, self.returns, self.aux = losses, returns, aux
+        self.losses, self.returns, self.aux, self.as_list = losses, returns, aux, as_list
         self.masks = nn.CellList([Mask(term, split) for term in range(2)])
         self.weigh, self.sums = [ops.Mul() for _ in range(2)], [ops.ReduceSum() for _ in range(2)]
         if split:
@@ -111,6 +111,8 @@ class Masked(Net):
                 outputs = (*outputs, numerator, mask(x, y))
         if self.aux:  # numerators of the second loss, and each sample's output
             outputs = (*outputs, self.sums[1](self.square(out)), out)
+        if self.as_list:
+            return [*outputs]
         return outputs[0] if len(outputs) == 1 else outputs
 
 
@@ -379,11 +381,20 @@ LAYOUTS = {
 
 
 def masked(
-    layout, losses=1, returns="ratio", counted=False, scale=None, aux=False, transforms=tuple, micro_size=4, **options
+    layout,
+    losses=1,
+    returns="ratio",
+    counted=False,
+    scale=None,
+    aux=False,
+    transforms=tuple,
+    micro_size=4,
+    as_list=False,
+    **options,
 ):
     """Our step of `Masked` in one of the layouts."""
     lazy, split, _ = LAYOUTS[layout]
-    network = (LazyMasked if lazy else Masked)(losses=losses, returns=returns, aux=aux, split=split)
+    network = (LazyMasked if lazy else Masked)(losses=losses, returns=returns, aux=aux, split=split, as_list=as_list)
     if counted:
         counts = tuple(Mask(term, split) for term in range(losses))
         options["count"] = counts if losses > 1 else counts[0]
@@ -403,6 +414,7 @@ OPTIONS = {
     "mean, count": {"returns": "mean", "counted": True},
     "two sums": {"returns": "sum", "counted": True} | TWO,
     "two sums, clip": {"returns": "sum", "counted": True, "max_grad_norm": 0.1} | TWO,
+    "two sums, list": {"returns": "sum", "counted": True, "as_list": True} | TWO,
     "two means": {"returns": "mean", "counted": True} | TWO,
     "two ratios": TWO,
     "two sums, scale, clamped": {
@@ -453,7 +465,7 @@ DEEP = {
 }
 
 
-def deep(net, kind, micro_size, layers=7):
+def deep(net, kind, micro_size, layers):
     """A step of so many layers, which `DEEP` describes."""
     returns, options = DEEP[kind]
     network = net(layers - 1, returns)

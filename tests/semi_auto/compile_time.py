@@ -31,9 +31,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", nargs="*", default=[kind for kind in DEEP if kind != "framework"])
-    parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--sizes", type=int, nargs="*", default=(4, 16))
-    parser.add_argument("--deeper", action="store_true", help="28 layers; not with stages")
+    network = parser.add_mutually_exclusive_group()
+    network.add_argument("--stages", type=int, default=1)
+    network.add_argument("--deeper", action="store_true", help="28 layers")
     options = parser.parse_args()
     kinds, stages = ["framework", *options.kinds], options.stages
     name = f"deep {stages}" if stages > 1 else "deeper" if options.deeper else "deep"

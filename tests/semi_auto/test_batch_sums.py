@@ -30,6 +30,7 @@ PAIRS = [
     *(("sum, count, clip", layout) for layout in ("op", "sg")),
     *(("mean, count", layout) for layout in ("split", "ws", "sg")),
     *(("two sums", layout) for layout in ("split", "op", "sg")),
+    ("two sums, list", "dp"),
     *(("two sums, scale, clamped", layout) for layout in ("dp", "sg")),
     *(("two sums, clip", layout) for layout in ("ws", "sg")),
     *(("two means", layout) for layout in ("split", "sg")),
