@@ -11,7 +11,7 @@ import mindspore as ms
 import psutil
 import pytest
 
-from tests.support import environment
+from tests.support import environment, second_runs
 from tests.support.chromium import chromium
 from tests.support.device import COUNT, DEVICE
 from tests.support.modes import MODES
@@ -36,6 +36,7 @@ def pytest_configure(config):
     if DEVICE != "CPU":
         ms.set_device(DEVICE)
     config.pluginmanager.register(Spread())
+    config.pluginmanager.register(second_runs)
     remember_sources()
 
 
@@ -43,15 +44,6 @@ def pytest_runtest_setup(item):
     mark = item.get_closest_marker("device")
     if mark is not None and mark.kwargs.get("devices", 1) > COUNT:
         pytest.skip(f"it needs {mark.kwargs['devices']} devices, and there are {COUNT}")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    """Before a test is run once more, because MindSpore's compiler failed: free what the compiler keeps. Else it may
-    fail on the same again."""
-    if call.excinfo is not None and "Framework Unexpected Exception Raised" in str(call.excinfo.value):
-        ms.ms_memory_recycle()
-    return (yield)
 
 
 def pytest_collection_finish():

@@ -16,6 +16,7 @@ from tests.support.spread import commit, turns
 
 CONFTEST = """
 from pathlib import Path
+from tests.support import second_runs
 from tests.support.spread import Spread
 
 def pytest_addoption(parser):
@@ -23,6 +24,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(Spread(Path(__file__).parent))
+    config.pluginmanager.register(second_runs)
     for mark in ("thorough", "core"):
         config.addinivalue_line("markers", mark)
 """
@@ -119,6 +121,30 @@ def test_a_core_id_that_does_not_exist_fails_its_test(tmp_path):
     done = run(tmp_path, file=FILE.replace("graph-0", "graph-7"))
     assert done.stdout.count("the mark 'core' names ids that this test does not have: graph-7") == 6
     assert "6 passed, 6 errors" in done.stdout
+
+
+FAILS = """
+import os, pytest
+
+@pytest.mark.parametrize("name", ["a@b-[c]", "always"])
+def test_fails_in_its_first_process(name):
+    with open("processes", "a") as file:
+        file.write(f"{name} {os.getpid()}\\n")
+    first = len(set(open("processes"))) == 1
+    assert name != "always" and not first, "MindSpore failed"
+
+def test_fails_by_itself():
+    assert False, "the test's own"
+"""
+
+
+@pytest.mark.thorough
+def test_what_is_run_once_more_runs_in_a_process_of_its_own(tmp_path):
+    done = run(tmp_path, "--reruns", "1", "--only-rerun", "MindSpore failed", file=FAILS)
+    assert "2 failed, 1 passed, 2 rerun" in done.stdout, done.stdout + done.stderr
+    lines = (tmp_path / "processes").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["a@b-[c]"] * 2 + ["always"] * 2
+    assert len(set(lines)) == 4
 
 
 # -- ranks, here a single process, which needs no launcher -------------------------------------------------------------
