@@ -69,7 +69,6 @@ if not _is_command:
     from gaccum_ms.auditing.report import AuditReport
     from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation
     from gaccum_ms.callbacks.adascale import AdaScale
-    from gaccum_ms.callbacks.checkpoint import UpdateCheckpoint
     from gaccum_ms.callbacks.flush import FlushAccumulation
     from gaccum_ms.callbacks.monitor import WindowMonitor
     from gaccum_ms.callbacks.noise_scale import GradNoiseScale
@@ -79,6 +78,7 @@ if not _is_command:
     from gaccum_ms.callbacks.update_scheduler import UpdateScheduler
     from gaccum_ms.cell import GradAccumulationCell
     from gaccum_ms.checkpoint.resume import resume
+    from gaccum_ms.checkpoint.update_checkpoint import UpdateCheckpoint
     from gaccum_ms.cpu.threads import tune_cpu
     from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
     from gaccum_ms.layers.group_norm import convert_batchnorm_to_groupnorm

@@ -26,10 +26,10 @@ from mindspore.train.metrics import get_metrics
 
 from gaccum_ms import backend
 from gaccum_ms.callbacks.averages import AveragesInEvaluation
-from gaccum_ms.callbacks.checkpoint import let_checkpoints_save
 from gaccum_ms.callbacks.flush import FlushAccumulation
-from gaccum_ms.callbacks.window_watch import WindowWatch, step_in
+from gaccum_ms.callbacks.window_watch import WindowWatch
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.checkpoint.sharded_saves import let_checkpoints_save
 from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.record.recorder import WindowRecorder
@@ -39,6 +39,7 @@ from gaccum_ms.semi_auto.modes import held_cell
 from gaccum_ms.training.evaluation import batch_evaluation, parts_of, with_its_parts
 from gaccum_ms.training.flops import counted_in_loops
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.training.step_in_model import step_in
 
 _FLOAT32_LOSS = ("O2", "O3", "auto")  # the levels at which MindSpore computes a plain network's loss in float32
 _OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)

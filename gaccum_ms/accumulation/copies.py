@@ -28,10 +28,8 @@ class Copies:
         """The weighing for a place in the graph that is being compiled."""
         if self._make is None or runs_eagerly_now():
             return weighing
-        if place not in self.made:
-            made = self._make(self._number)
-            if made is None:
-                return weighing
-            self.made[place] = made
-            self._number += 1
+        if place not in self.made:  # the compiler asks several times
+            copy = self._make(self._number)
+            self.made[place] = weighing if copy is None else copy
+            self._number += copy is not None
         return self.made[place]

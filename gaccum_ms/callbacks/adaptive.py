@@ -13,12 +13,12 @@ from gaccum_ms.backend import no_grad
 from gaccum_ms.callbacks.json_lines import JsonLines
 from gaccum_ms.callbacks.noise_scale import NoiseCallback, check_smoothing
 from gaccum_ms.callbacks.schedule import AccumulationScheduler
-from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.checks.arguments import check_finite, check_positive_finite, check_positive_int
 from gaccum_ms.learning_rate import current_learning_rate
 from gaccum_ms.record.noise_estimate import WindowNoise
 from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.training.step_in_model import training_step
 
 _NAME = "AdaptiveAccumulation"
 _LARGEST_CHANGE = 2.0

@@ -10,11 +10,11 @@ from mindspore.train import RunContext
 
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.callbacks.noise_scale import NoiseCallback, check_smoothing
-from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.checks.arguments import check_positive_finite
 from gaccum_ms.learning_rate import multiply_learning_rate
 from gaccum_ms.record.noise_estimate import WindowNoise
 from gaccum_ms.record.window_record import WindowRecord
+from gaccum_ms.training.step_in_model import training_step
 
 _NAME = "AdaScale"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.callbacks.window_watch import training_step
+from gaccum_ms.training.step_in_model import training_step
 
 
 class AveragesInEvaluation(Callback):

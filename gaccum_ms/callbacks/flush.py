@@ -11,9 +11,10 @@ from typing import Any
 from mindspore.communication import get_rank
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.callbacks.window_watch import skipped_batches, training_step
+from gaccum_ms.callbacks.window_watch import skipped_batches
 from gaccum_ms.checks.arguments import check_bool
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.training.step_in_model import training_step
 
 
 class FlushAccumulation(Callback):

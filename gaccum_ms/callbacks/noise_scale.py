@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from mindspore.train import RunContext
 
-from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.checks.arguments import check_number
 from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.record.noise_estimate import SMOOTHING, NoiseEstimate
 from gaccum_ms.record.window_callback import WindowCallback
 from gaccum_ms.record.window_record import WindowRecord
+from gaccum_ms.training.step_in_model import training_step
 
 _NAME = "GradNoiseScale"
 _NEAR = 1.5  # the largest ratio, in either direction, that counts as near the critical size

@@ -11,12 +11,13 @@ from typing import Any, TextIO
 import tqdm
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.callbacks.window_watch import samples_of_batch, skipped_batches, training_step
+from gaccum_ms.callbacks.window_watch import skipped_batches
 from gaccum_ms.checks.arguments import check_finite, check_one_of
 from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.learning_rate import current_learning_rate
 from gaccum_ms.record.window_notes import as_float, updates_of
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.training.step_in_model import samples_of_batch, training_step
 
 _NAME = "ProgressBar"
 _FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"

@@ -9,12 +9,13 @@ import mindspore as ms
 from mindspore.train import RunContext
 
 from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.callbacks.window_watch import RankBatches, training_step
+from gaccum_ms.callbacks.window_watch import RankBatches
 from gaccum_ms.checks.arguments import check_one_of, check_positive_int
 from gaccum_ms.learning_rate import RULES, multiply_learning_rate, scaling_factor
 from gaccum_ms.record.window_callback import WindowCallback
 from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.training.step_in_model import training_step
 
 
 class AccumulationScheduler(WindowCallback):

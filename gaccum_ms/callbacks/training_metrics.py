@@ -9,9 +9,9 @@ import mindspore as ms
 from mindspore.train import Callback, Metric, RunContext
 
 from gaccum_ms.backend.snapshot import as_numpy
-from gaccum_ms.callbacks.window_watch import samples_of_batch, training_step
 from gaccum_ms.checks.arguments import check_bool
 from gaccum_ms.distributed.ranks import rank_or_0
+from gaccum_ms.training.step_in_model import samples_of_batch, training_step
 
 _NAME = "TrainingMetrics"
 

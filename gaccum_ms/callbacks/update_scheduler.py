@@ -6,10 +6,10 @@ from typing import Any
 
 from mindspore.train import RunContext
 
-from gaccum_ms.callbacks.window_watch import training_step
 from gaccum_ms.record.window_callback import WindowCallback
 from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.schedulers import Schedulers
+from gaccum_ms.training.step_in_model import training_step
 
 _NAME = "UpdateScheduler"
 

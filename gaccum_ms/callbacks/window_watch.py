@@ -12,31 +12,14 @@ import warnings
 from typing import Any, NamedTuple
 
 import mindspore as ms
-from mindspore import nn
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.callbacks.checkpoint_folders import refuse_shared_folders
 from gaccum_ms.callbacks.rate_length import warn_of_rates_for_batches
 from gaccum_ms.checkpoint.data_position import begin_anew
+from gaccum_ms.checkpoint.rank_folders import refuse_shared_folders
 from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
-
-
-def samples_of_batch(run_context: RunContext) -> int:
-    """The number of samples of the batch that a step has just trained on."""
-    step: Any = training_step(run_context)
-    return run_context.original_args().train_dataset_element[0].shape[step.options.first_axis]
-
-
-def training_step(run_context: RunContext) -> TrainOneStepWithGradAccumulationCell | None:
-    """Our step inside the network that `ms.Model` trains; data sinking wraps it. A `WindowCallback` always has one."""
-    return step_in(run_context.original_args().train_network)
-
-
-def step_in(network: nn.Cell) -> TrainOneStepWithGradAccumulationCell | None:
-    steps = (cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepWithGradAccumulationCell))
-    return next(steps, None)
 
 
 class RankBatches(NamedTuple):
