@@ -167,6 +167,8 @@ class GradAccumulationCell(nn.Cell):
         [[0.4 0.4 0.4]]
     """
 
+    has_step = False  # whether a training step was built from the cell, which forbids changes of the options
+
     @explains_other_names
     def __init__(
         self,
@@ -225,15 +227,6 @@ class GradAccumulationCell(nn.Cell):
         options = checked(self.options)
         compatibility.check(CELL, _NAME, Setup(options, self.network))
         super().__setattr__("options", dataclasses.replace(options, jit=True) if options.auto else options)
-
-    def keep_options(self) -> None:
-        """Forbid changes of the options, because a training step was built with them."""
-        self._has_step = True
-
-    @property
-    def has_step(self) -> bool:
-        """Whether a training step was built from the cell."""
-        return self.__dict__.get("_has_step", False)
 
     def train_instead(self, network: nn.Cell, original: nn.Cell) -> None:
         """Train the network that `amp_level` has made; MindSpore evaluates and predicts with the original."""

@@ -18,7 +18,6 @@ from gaccum_ms.backend.parameters import overwrite, record
 from gaccum_ms.checks.arguments import check_finite, check_not_negative_int, check_one_of, check_positive_finite
 
 RULES = ("linear", "sqrt")
-PER = ("update", "batch")
 _ENDING = (nn.CosineDecayLR, nn.PolynomialDecayLR)  # schedules that end after `decay_steps`
 
 _OWNER = "scale_learning_rate"
@@ -114,7 +113,7 @@ def scale_learning_rate(
     rate = _checked_rate(learning_rate)
     check_positive_finite(_OWNER, "factor", factor)
     check_one_of(_OWNER, "rule", rule, (*RULES, "none"))
-    check_one_of(_OWNER, "per", per, PER)
+    check_one_of(_OWNER, "per", per, ("update", "batch"))
     if per == "batch" and factor != int(factor):
         raise ValueError(
             f"For '{_OWNER}', the argument 'factor' must be a whole number with per='batch', because it is the number "

@@ -331,8 +331,8 @@ FAULTS = [
     Fault(
         "a remedy is named that does not work",
         "auditing/remedies.py",
-        "if evidence.agrees(train(trial.cell, trial.batch)):",
-        "if train(trial.cell, trial.batch) is not None:",
+        "if evidence.agrees(train(trial.cell)):",
+        "if train(trial.cell) is not None:",
         "auditing/test_audit.py -k coupled_samples",
     ),
     Fault(

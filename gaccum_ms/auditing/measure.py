@@ -96,11 +96,11 @@ def measured(
             raise error
         return evidence
 
-    def train(trial: GradAccumulationCell, inputs: Sequence[ms.Tensor]) -> Update:
+    def train(trial: GradAccumulationCell) -> Update:
         trial_step = TrainOneStepWithGradAccumulationCell(trial, recorder).set_train()
         trial_step.advice.silence()
         _switch_dropout_off(cell.network)
-        return run(trial_step, inputs)
+        return run(trial_step, batch)
 
     parts = step.micro_batches_of(batch)
     remedy = find_remedy(evidence, inner, batch, parts, lambda part: float(loss_of(part)[0]), train)

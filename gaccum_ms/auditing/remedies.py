@@ -34,11 +34,10 @@ _RATIO = (
 
 
 class Trial(NamedTuple):
-    """A cell and a batch to train with once."""
+    """A cell to train with once."""
 
     remedy: str
     cell: GradAccumulationCell
-    batch: Sequence[ms.Tensor]
 
 
 def find_remedy(
@@ -47,21 +46,21 @@ def find_remedy(
     batch: Sequence[ms.Tensor],
     parts: Sequence[Sequence[ms.Tensor]],
     loss_of: Callable[[Sequence[ms.Tensor]], float],
-    train: Callable[[GradAccumulationCell, Sequence[ms.Tensor]], Update],
+    train: Callable[[GradAccumulationCell], Update],
 ) -> str | None:
     """The first remedy that makes the updates equal; None if there is none among those known. `parts` : the batch's
-    micro-batches; `loss_of` : the network's loss on one; `train` : one update with a cell on a batch."""
+    micro-batches; `loss_of` : the network's loss on one; `train` : one update with a cell on the batch."""
     trials: Iterator[Trial | str] = itertools.chain(
         _counts(evidence, cell, batch, parts, loss_of) if cell.loss_is_mean and not cell.several_losses else (),
         _shared(cell, batch),
         _axes(cell, batch),
-        _of_batch(cell, batch),
+        _of_batch(cell),
     )
     for trial in itertools.islice(trials, _MOST_TRIED):
         if isinstance(trial, str):
             return trial
         try:
-            if evidence.agrees(train(trial.cell, trial.batch)):
+            if evidence.agrees(train(trial.cell)):
                 return trial.remedy
         except Exception:  # the network cannot run so, in one of MindSpore's many ways
             continue
@@ -94,7 +93,7 @@ def _counts(
         some = items > 0
         if evidence.agrees_on_loss(float((losses * items)[some].sum() / items.sum())):
             count_of_loss = None if isinstance(count, CountSamples) else count
-            yield Trial(name, cell.with_options(count=count_of_loss), batch)
+            yield Trial(name, cell.with_options(count=count_of_loss))
         elif not some.all() and np.isfinite(losses).all():
             ratio = (losses * np.maximum(items, 1)).sum() / max(items.sum(), 1)
             if evidence.agrees_on_loss(float(ratio)):
@@ -148,7 +147,7 @@ def _shared(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[
     for more in itertools.chain(itertools.combinations(others, 1), itertools.combinations(others, 2)):
         shared = tuple(sorted((*cell.shared, *more)))
         split = dataclasses.replace(cell.split or EvenSplit(), shared=shared)
-        yield Trial(f"split=EvenSplit(shared={shared})", cell.with_options(split=split), batch)
+        yield Trial(f"split=EvenSplit(shared={shared})", cell.with_options(split=split))
 
 
 def _axes(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[Trial]:
@@ -158,38 +157,19 @@ def _axes(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[Tr
     for axes in itertools.product(*((1, 0) if value.ndim > 1 else (0,) for value in batch)):
         lengths = {value.shape[axis] for axis, value in zip(axes, batch, strict=True)}
         if any(axes) and len(lengths) == 1:
-            moved = [ops.swapaxes(value, 0, axis) if axis else value for axis, value in zip(axes, batch, strict=True)]
-            options = {**vars(cell.options), "split": None}
-            words = "1" if all(axes) else str(axes)
-            inner = GradAccumulationCell(_Moved(cell.network, axes), **options)
-            yield Trial(f"split=EvenSplit(axis={words})", inner, moved)
-
-
-class _Moved(nn.Cell):
-    """A network whose inputs have their samples on axis 0, though it wants some of them on axis 1."""
-
-    def __init__(self, network: nn.Cell, axes: Sequence[int]) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self.axes = tuple(axes)
-
-    def construct(self, *inputs):
-        moved: tuple = ()
-        for index in range(len(self.axes)):
-            value = inputs[index]
-            moved = (*moved, ops.swapaxes(value, 0, 1) if self.axes[index] == 1 else value)
-        return self.network(*moved)
+            axis: Any = 1 if all(axes) else axes
+            yield Trial(f"split=EvenSplit(axis={axis})", cell.with_options(split=EvenSplit(axis=axis)))
 
 
 # -- a loss of the whole batch -----------------------------------------------------------------------------------------
 
 
-def _of_batch(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[Trial]:
+def _of_batch(cell: GradAccumulationCell) -> Iterator[Trial]:
     network = cell.network
     if isinstance(network, nn.WithLossCell) and not (cell.several_losses or cell.splits_in_python):
         of_batch = WithBatchLossCell(_WithLabels(network._backbone), network._loss_fn)
         sizes = {name: getattr(cell.options, name) for name in ("micro_size", "micro_batch_size", "split", "jit")}
-        yield Trial("WithBatchLossCell(backbone, loss)", GradAccumulationCell(of_batch, **sizes), batch)
+        yield Trial("WithBatchLossCell(backbone, loss)", GradAccumulationCell(of_batch, **sizes))
 
 
 class _WithLabels(nn.Cell):

@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mindspore as ms
-from mindspore import ops
 from mindspore.train import RunContext
 
-from gaccum_ms.backend import no_grad
 from gaccum_ms.callbacks.json_lines import JsonLines
 from gaccum_ms.callbacks.noise_scale import NoiseCallback, check_smoothing
 from gaccum_ms.callbacks.schedule import AccumulationScheduler
 from gaccum_ms.checks.arguments import check_finite, check_positive_finite, check_positive_int
+from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.learning_rate import current_learning_rate
 from gaccum_ms.record.noise_estimate import WindowNoise
 from gaccum_ms.record.window_record import WindowRecord
-from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.training.step_in_model import training_step
 
 _NAME = "AdaptiveAccumulation"
@@ -148,7 +145,9 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
             return
         step: Any = training_step(run_context)
         steps = int(step.accumulation_steps.asnumpy())
-        self._next_steps = _of_rank_0(self._wanted(record.noise, steps, record.batches), step)
+        wanted = int(self._wanted(record.noise, steps, record.batches))
+        # Rank 0's: the last digit of a norm may differ between ranks, but the number of batches must not.
+        self._next_steps = gather_json(wanted)[0] if step.reducer_flag else wanted
         if self._next_steps == steps:
             return
         self._follow(run_context)
@@ -170,12 +169,3 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         elif ratio < 1 / self.tolerance:
             wanted = min(round(steps * max(ratio, 1 / _LARGEST_CHANGE)), steps - 1)
         return min(max(wanted, least), self.max_steps)
-
-
-def _of_rank_0(wanted: int, step: TrainOneStepWithGradAccumulationCell) -> int:
-    """Rank 0's number: the last digit of a norm may differ between ranks, but the number of batches must not."""
-    if not step.reducer_flag:
-        return wanted
-    with no_grad():
-        (agreed,) = ops.Broadcast(0)((ms.Tensor([wanted], ms.int32),))
-    return int(agreed.asnumpy()[0])

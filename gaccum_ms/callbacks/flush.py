@@ -11,7 +11,6 @@ from typing import Any
 from mindspore.communication import get_rank
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.callbacks.window_watch import skipped_batches
 from gaccum_ms.checks.arguments import check_bool
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.training.step_in_model import training_step
@@ -74,7 +73,7 @@ class FlushAccumulation(Callback):
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         parameters = run_context.original_args()
-        batches = skipped_batches(parameters) + parameters.cur_step_num
+        batches = parameters.get("skipped_batches", 0) + parameters.cur_step_num
         if parameters.batch_num > 0 and batches % parameters.batch_num == 0:
             self._end_epoch(run_context)
 

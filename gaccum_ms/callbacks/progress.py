@@ -11,7 +11,6 @@ from typing import Any, TextIO
 import tqdm
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.callbacks.window_watch import skipped_batches
 from gaccum_ms.checks.arguments import check_finite, check_one_of
 from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.learning_rate import current_learning_rate
@@ -108,7 +107,7 @@ class ProgressBar(Callback):
         from tqdm.auto import tqdm as auto_bar  # at its first use, because it may warn in a notebook
 
         bar_class: type[tqdm.tqdm] = auto_bar if self._file is None else tqdm.tqdm
-        total = parameters.batch_num * parameters.epoch_num - skipped_batches(parameters)
+        total = parameters.batch_num * parameters.epoch_num - parameters.get("skipped_batches", 0)
         bar = bar_class(total=total, file=stream, dynamic_ncols=True, desc="Epoch", bar_format=_FORMAT)
         if stream in (sys.stdout, sys.stderr):
             above = self._at_end.enter_context(contextlib.closing(_AboveBar(bar)))

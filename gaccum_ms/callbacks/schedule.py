@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mindspore as ms
 from mindspore.train import RunContext
 
 from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.callbacks.window_watch import RankBatches
 from gaccum_ms.checks.arguments import check_one_of, check_positive_int
 from gaccum_ms.learning_rate import RULES, multiply_learning_rate, scaling_factor
 from gaccum_ms.record.window_callback import WindowCallback
@@ -93,23 +92,18 @@ class AccumulationScheduler(WindowCallback):
             multiply_learning_rate(step.optimizer, 1.0)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        if callable(self.schedule):
-            self._refuse_uneven_ranks(run_context.original_args().get("rank_batches") or [])
-        self._follow(run_context)
-
-    def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
-        self._follow(run_context)
-
-    def _refuse_uneven_ranks(self, ranks: Sequence[RankBatches]) -> None:
-        """They plan an epoch's windows from `accumulation_steps` , which here depends on updates that are not known
-        yet."""
-        if len(set(ranks)) > 1:
+        ranks = run_context.original_args().get("rank_batches") or []
+        if callable(self.schedule) and len(set(ranks)) > 1:
             raise ValueError(
                 f"For '{type(self).__name__}', all ranks must have the same number of batches, or the argument "
                 f"'schedule' of AccumulationScheduler must be a dict of epochs, because ranks cannot agree on the "
                 f"windows of an epoch otherwise, but got a function of the updates and "
                 f"{[rank.batches - rank.skipped for rank in ranks]} batches."
             )
+        self._follow(run_context)
+
+    def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
+        self._follow(run_context)
 
     def _follow(self, run_context: RunContext) -> None:
         """Between two windows: set the number of batches of later windows, and the learning rate by its rule."""

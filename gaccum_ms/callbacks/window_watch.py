@@ -76,7 +76,7 @@ class WindowWatch(Callback):
         refuse_shared_folders(parameters.list_callback)
         window_steps = int(step.window_steps.asnumpy()) if step.spans_batches else 1
         own = RankBatches(
-            parameters.batch_num, skipped_batches(parameters), int(step.window_position.asnumpy()), window_steps
+            parameters.batch_num, parameters.skipped_batches, int(step.window_position.asnumpy()), window_steps
         )
         parameters.rank_batches = batches_of = [RankBatches(*row) for row in gather_json(own)]
         if all(other == own for other in batches_of):
@@ -119,8 +119,3 @@ class WindowWatch(Callback):
             UserWarning,
             stacklevel=2,
         )
-
-
-def skipped_batches(parameters: Any) -> int:
-    """Batches of the first epoch that a resumed training skips."""
-    return parameters.get("skipped_batches", 0)

@@ -13,7 +13,7 @@ from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of
 from gaccum_ms.splitting.splitter import MicroBatches, Splitter
 from gaccum_ms.splitting.token_checks import NAME as _NAME
 from gaccum_ms.splitting.token_checks import checked_arrays, checked_widths, whole_numbers
-from gaccum_ms.splitting.token_plan import NOBODY, TokenPlan, plan_tokens
+from gaccum_ms.splitting.token_plan import NOBODY, plan_tokens
 from gaccum_ms.splitting.token_rows import Rows, axes_of
 from gaccum_ms.splitting.widths import best_widths
 from gaccum_ms.splitting.worst_case import WorstCase
@@ -115,11 +115,10 @@ class MaxTokens(Splitter):
                 f"For '{_NAME}', the argument 'length' must be a function of the batch's inputs, or the position of "
                 f"the input that holds the lengths, but got {length!r}."
             )
-        self.plan: TokenPlan | None = None
         self._length = length
         self._padding: tuple[float, ...] | None = None if padding is None else tuple(padding)
         self._axes = dict(axes or {})
-        self._widths: tuple[int, ...] | None = None
+        self.widths: tuple[int, ...] | None = None  # that may be compiled, ascending; None until the first batch
         self._number = 0
         self._filler: tuple[ms.Tensor, ...] | None = None  # a row of padding
         self._filler_is_checked = False
@@ -127,16 +126,11 @@ class MaxTokens(Splitter):
             check_positive_int(_NAME, "widths", widths)
             self._number = widths
         else:
-            self._widths = checked_widths(widths, self.max_tokens)
+            self.widths = checked_widths(widths, self.max_tokens)
         if lengths is not None and self._number:
             array = whole_numbers("lengths", np.asarray(lengths), None)
             self._check_longest(array)
-            self._widths = best_widths(np.maximum(array, 1), self._number)
-
-    @property
-    def widths(self) -> tuple[int, ...] | None:
-        """The widths that may be compiled, ascending; ``None`` until they are chosen at the first batch."""
-        return self._widths
+            self.widths = best_widths(np.maximum(array, 1), self._number)
 
     def __call__(self, *inputs: Any) -> MicroBatches:
         if self.max_tokens is None:
@@ -147,16 +141,13 @@ class MaxTokens(Splitter):
         rows, widths = self._read(inputs, self.max_tokens)
         if self.auto:  # another rank, with narrower batches, may have found fewer tokens
             self.max_tokens = max(self.max_tokens, widths[-1])
-        self._check(rows.lengths, widths)
+        self._check_longest(rows.lengths)
+        self._check_widest(rows.lengths, widths)
         if not self._filler_is_checked:
             self._filler = rows.micro_batch(np.array([NOBODY]), widths[0])
-        self._widths, self._padding = widths, rows.fillers
+        self.widths, self._padding = widths, rows.fillers
         self.plan = plan_tokens(rows.lengths, rows.before, widths, self.max_tokens)
         return [rows.micro_batch(samples, width) for width, samples in self.plan.parts]
-
-    def take_tokens(self, number: int) -> None:
-        """With ``"auto"`` : the number of tokens that a training step has found."""
-        self.max_tokens = number
 
     def worst_case(self, *inputs: Any) -> WorstCase:
         """The micro-batches that a search for the number of tokens tries with a batch. Nothing changes here."""
@@ -175,13 +166,7 @@ class MaxTokens(Splitter):
         return runs, numbers, (width, other)
 
     def in_order(self, outputs: Sequence[np.ndarray], axis: int, tokens: Sequence[int]) -> np.ndarray:
-        """Join the outputs of the last batch's micro-batches, in the batch's order and at its width.
-
-        Args:
-            outputs (Sequence[ndarray]): The output, of each micro-batch.
-            axis (int): That of samples; -1 if all micro-batches have the same output.
-            tokens (Sequence[int]): The axes of tokens.
-        """
+        """They have the batch's width, too."""
         if self.plan is None:
             raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
         if axis < 0:
@@ -196,11 +181,7 @@ class MaxTokens(Splitter):
         return joined.take(self.plan.order, axis)
 
     def check_count(self, count: Callable) -> None:
-        """Check once, after a batch was split, that rows of padding count nothing.
-
-        Raises:
-            ValueError: If they count something.
-        """
+        """Check once that rows of padding count nothing."""
         if self._filler_is_checked or self._filler is None:
             return
         counted = float(count(*self._filler))
@@ -236,14 +217,10 @@ class MaxTokens(Splitter):
         return np.maximum(whole_numbers("length", array, samples, before), 1)
 
     def _widths_for(self, lengths: np.ndarray, before: int, max_tokens: int | None) -> tuple[int, ...]:
-        if self._widths is not None:
-            return self._widths
+        if self.widths is not None:
+            return self.widths
         largest = before if max_tokens is None or self.auto else min(before, max_tokens)
         return best_widths(lengths, self._number, largest=max(lengths.max(), largest))
-
-    def _check(self, lengths: np.ndarray, widths: tuple[int, ...]) -> None:
-        self._check_longest(lengths)
-        self._check_widest(lengths, widths)
 
     def _check_longest(self, lengths: np.ndarray) -> None:
         longest = int(lengths.max())

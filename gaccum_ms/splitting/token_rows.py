@@ -22,23 +22,18 @@ class Rows(NamedTuple):
 
     def micro_batch(self, samples: np.ndarray, width: int) -> tuple[ms.Tensor, ...]:
         """The inputs of a micro-batch of these samples, trimmed or padded to a width."""
-        inputs = zip(self.arrays, self.axes, self.fillers, strict=True)
-        return tuple(ms.Tensor(_taken(*input_parts, samples, width, self.before)) for input_parts in inputs)
+        real, present = samples != NOBODY, min(width, self.before)
+        inputs = []
+        for array, trimmed, filler in zip(self.arrays, self.axes, self.fillers, strict=True):
+            slices = [slice(present) if axis in trimmed else slice(None) for axis in range(1, array.ndim)]
+            shape = tuple(width if axis in trimmed else size for axis, size in enumerate(array.shape))
+            taken = np.full((samples.size, *shape[1:]), filler, array.dtype)
+            target, source = (real, *slices), (samples[real], *slices)
+            taken[target] = array[source]
+            inputs.append(ms.Tensor(taken))
+        return tuple(inputs)
 
 
 def axes_of(array: np.ndarray, width: int) -> tuple[int, ...]:
     """The axes that are trimmed by default."""
     return (1,) if array.ndim > 1 and array.shape[1] == width else ()
-
-
-def _taken(
-    array: np.ndarray, trimmed: Sequence[int], filler: Any, rows: np.ndarray, width: int, before: int
-) -> np.ndarray:
-    present = min(width, before)
-    slices = [slice(present) if axis in trimmed else slice(None) for axis in range(1, array.ndim)]
-    shape = tuple(width if axis in trimmed else size for axis, size in enumerate(array.shape))
-    taken = np.full((rows.size, *shape[1:]), filler, array.dtype)
-    real = rows != NOBODY
-    target, source = (np.flatnonzero(real), *slices), (rows[real], *slices)
-    taken[target] = array[source]
-    return taken

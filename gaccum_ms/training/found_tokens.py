@@ -53,6 +53,6 @@ class FoundTokens(AutomaticSize):
 
     def _set(self, size: int) -> None:
         self.size = size
-        self._tokens.take_tokens(size)
+        self._tokens.max_tokens = size
         self._split.renew_graphs()
         gc.collect()

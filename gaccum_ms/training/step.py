@@ -188,8 +188,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             run_graph = weakref.WeakMethod(self._run_graph)
             self._choose_runner = lambda parts: runner_of(parts, cell, network, run_graph)
             self._assemble()
-        cell.keep_options()
-        inner.keep_options()
+        cell.has_step = inner.has_step = True
 
     def _build(
         self, network: GradAccumulationCell, optimizer: nn.Optimizer, scale_sense: nn.Cell | ms.Tensor | None
