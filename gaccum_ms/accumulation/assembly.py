@@ -15,13 +15,7 @@ from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.outputs import LossWithOutputs
 from gaccum_ms.accumulation.several_losses import ByCountsOfEach
 from gaccum_ms.accumulation.sharded_accumulators import store_of
-from gaccum_ms.accumulation.weighing import (
-    ByCounts,
-    ByCountsWithOutputs,
-    BySamples,
-    BySamplesWithOutputs,
-    WeighingParts,
-)
+from gaccum_ms.accumulation.weighing import ByCounts, ByCountsWithOutputs, BySamples, WeighingParts
 from gaccum_ms.accumulation.window import Window
 from gaccum_ms.backend.graphs import gradients_allowed
 from gaccum_ms.backend.random_operators import draws, shallow_copy, with_other_seeds
@@ -49,7 +43,7 @@ def kinds_of(setup: Setup, spans_batches: bool) -> Kinds:
     counts = setup.options.counted or spans_batches
     open_window = OpenWindow if spans_batches else None
     if setup.options.returns_ratio or setup.options.aux:
-        weighing = ByCountsWithOutputs if counts else BySamplesWithOutputs
+        weighing = ByCountsWithOutputs if counts else BySamples
         return Kinds(LossWithOutputs, weighing, open_window=open_window)
     return Kinds(weighing=ByCounts if counts else BySamples, open_window=open_window)
 

@@ -15,7 +15,7 @@ shapes and dtypes. A representation that does not depend on the samples is kept 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -211,14 +211,9 @@ class TwoPasses(nn.Cell):
         """Those of the samples of each representation."""
         return self.forward.axes
 
-    @property
-    def forward_alone(self) -> nn.Cell:
-        """What has the representations."""
-        return self.network.backbone
-
-    def take_axes(self, outputs: Sequence[Output | None]) -> None:
-        """Keep the axes of the representations, as they are at two numbers of samples."""
-        self.forward.axes = axes_of(outputs, self.network.ranks)
+    def find_axes(self, outputs_of: Callable[[nn.Cell], Sequence[Output | None]]) -> None:
+        """Find the axes of the representations; `outputs_of` runs a network on two numbers of samples."""
+        self.forward.axes = axes_of(outputs_of(self.network.backbone), self.network.ranks)
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
         """Before a batch. A collective if several ranks share one loss."""

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 import mindspore as ms
 from mindspore import ops
 
-from gaccum_ms.checks.arguments import batch_shapes as batch_shapes
 from gaccum_ms.losses.counts import samples_of
 from gaccum_ms.splitting.even_split import UNCUT, cut_axes
 from gaccum_ms.splitting.even_split import SplitPlan as SplitPlan
@@ -122,7 +121,7 @@ def take(
     """The `size` samples from sample `start` on, and the shared inputs. `start` : int32 of shape ()."""
     is_open = isinstance(size, ms.Tensor)
     step = ms.Tensor(1, ms.int32)
-    rows = ops.range(start, start + size, step) if is_open else start + ms.Tensor(_first_rows(size), ms.int32)
+    rows = ops.range(start, start + size, step) if is_open else start + ms.Tensor(_row_indices(size, size), ms.int32)
     if not axes:
         return ops.HyperMap()(ops.partial(_gather_rows, rows), inputs)
     parts: tuple = ()  # a comprehension would be a loop, which takes the compiler longer
@@ -221,14 +220,9 @@ def _rows_at_end(samples, size):
     if isinstance(size, ms.Tensor):
         indices = ops.range(ms.Tensor(0, ms.int32), samples, ms.Tensor(1, ms.int32))
         return ops.maximum(indices - (samples - size), ms.Tensor(0, ms.int32))
-    return ms.Tensor(_known_rows_at_end(samples, size), ms.int32)
+    return ms.Tensor(_row_indices(samples, size), ms.int32)
 
 
 @ops.constexpr
-def _first_rows(size):
-    return list(range(size))
-
-
-@ops.constexpr
-def _known_rows_at_end(samples, size):
+def _row_indices(samples, size):
     return [max(row - (samples - size), 0) for row in range(samples)]

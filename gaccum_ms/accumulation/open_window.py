@@ -7,7 +7,6 @@ of batches of a window changes. Without sharded accumulators, nothing is reduced
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import mindspore as ms
@@ -17,6 +16,7 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.accumulation.sums import BATCHES, SUMS
 from gaccum_ms.backend.parameters import counter, overwrite, record
+from gaccum_ms.backend.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.accumulators import GradientSums
@@ -166,8 +166,7 @@ class OpenWindow(nn.Cell):
             self._warn_of(f"a flush failed when the optimizer may have written, and the {used} batch(es) of its window")
 
     def _warn_of(self, dropped: str) -> None:
-        message = f"For '{self.owner}', {dropped} were dropped. The next batch begins a new window."
-        warnings.warn(message, UserWarning, stacklevel=5)
+        warn_user(f"For '{self.owner}', {dropped} were dropped. The next batch begins a new window.")
 
     def reset_eagerly(self) -> None:
         """Empty the window."""

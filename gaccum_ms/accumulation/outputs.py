@@ -8,7 +8,7 @@ divided as the loss is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -113,14 +113,9 @@ class LossWithOutputs(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    @property
-    def forward_alone(self) -> nn.Cell:
-        """What has the outputs."""
-        return self.network
-
-    def take_axes(self, outputs: Sequence[Output | None]) -> None:
-        """Keep the axes of the outputs, as they are at two numbers of samples."""
-        self.axes = tuple(axes_of(outputs, self.ratio))
+    def find_axes(self, outputs_of: Callable[[nn.Cell], Sequence[Output | None]]) -> None:
+        """Find the axes of the outputs; `outputs_of` runs a network on two numbers of samples."""
+        self.axes = tuple(axes_of(outputs_of(self.network), self.ratio))
 
 
 def axes_of(outputs: Sequence[Output | None], ratio: bool, widths: tuple[int, int] | None = None) -> list[int]:

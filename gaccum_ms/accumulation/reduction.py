@@ -23,16 +23,10 @@ from gaccum_ms.transforms.norms import scale_by
 class CountedReduction(nn.Cell):
     """Reduce gradients, together with the sums ``(loss, count, dropped micro-batches)``, over all ranks.
 
-    Args:
-        weights (Sequence[Parameter]): The weights whose gradients are reduced.
-        by_samples (bool): Whether the counts are samples, and not the user's own. MindSpore's ``gradients_mean`` then
-            decides between mean and sum over ranks, and each rank reports its own loss, as without accumulation.
-        is_mean (bool): Whether to divide by the count. False for a loss that is a sum and has no count.
-        reduced (bool): Whether gradients are already sums over all ranks, which then share one seed per item.
-        min_count (float or None): The least total to divide by.
-        records_noise (bool): Whether to reduce the sums for estimates of the gradient noise too.
-        position (Parameter or None): If windows have several batches, the number of batches so far.
-    """
+    `by_samples` : the counts are samples, and not the user's own; MindSpore's ``gradients_mean`` then decides between
+    mean and sum over ranks, and each rank reports its own loss, as without accumulation. `is_mean` : whether to divide
+    by the count; not for a loss that is a sum and has no count. `reduced` : gradients are already sums over all ranks,
+    which then share one seed per item. `position` : the batches so far, if windows have several."""
 
     def __init__(
         self,

@@ -28,7 +28,6 @@ class ByCountsOfEach(nn.Cell):
     may_skip = True
     needs_division = False
     weighs_samples = False
-    runs_all = False
 
     def __init__(self, parts: WeighingParts) -> None:
         super().__init__(auto_prefix=False)

@@ -73,7 +73,7 @@ class BySamples(nn.Cell):
         return ms.Tensor(0.0, ms.float32)
 
     def run(self, is_first, seed_per_item, prepared, size, *micro_batch):
-        """A micro-batch's part of the sums, and its gradients."""
+        """A micro-batch's part of the sums (with outputs, a tuple that begins with it), and its gradients."""
         part, gradients = self.micro_step.run(seed_per_item * self.items(size), prepared, size, *micro_batch)
         if is_first:
             part = ops.depend(part, self.noise.note(gradients, seed_per_item, counts.float32(size)))
@@ -94,22 +94,6 @@ class BySamples(nn.Cell):
             return self.grad_reducer(gradients), scale, loss, True
         gradients, recorded = self.noise.reduce(self.grad_reducer, gradients, seed_per_item / scale, loss)
         return gradients, scale, ops.depend(loss, recorded), True
-
-
-class BySamplesWithOutputs(BySamples):
-    """Weights micro-batches by samples, and returns outputs."""
-
-    def run(self, is_first, seed_per_item, prepared, size, *micro_batch):
-        """A micro-batch's part of the sums with its outputs, in a tuple, and its gradients."""
-        outputs, gradients = self.micro_step.run(seed_per_item * self.items(size), prepared, size, *micro_batch)
-        part = outputs[0]
-        if is_first:
-            part = ops.depend(part, self.noise.note(gradients, seed_per_item, counts.float32(size)))
-        return (part, *outputs[1:]), gradients
-
-    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
-        outputs, gradients = self.run(is_first, seed_per_item, prepared, size, *micro_batch)
-        return (ops.depend(outputs[0], self.store.add(gradients)), *outputs[1:])
 
 
 class ByCounts(nn.Cell):

@@ -253,8 +253,7 @@ class Window(nn.Cell):
         if self.micro_size is None and self.micro_batch_size is None:  # the size is not found yet: a small one
             plan = micro_batches.plan_split([(plan.samples,)], None, 2)
         runs, samples = two_numbers(inputs, plan, cut_axes(len(inputs), self.shared, self.axis))
-        step = self.micro_step
-        step.take_axes(outputs_of(step.forward_alone, runs, samples, weights))
+        self.micro_step.find_axes(lambda network: outputs_of(network, runs, samples, weights))
 
     def reset_eagerly(self) -> None:
         """Outside of a graph, after a batch failed: zero the accumulators. A window of several batches stays as it is

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, overwrite_changed, own
+from gaccum_ms.distributed.layout import rank_and_ranks
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
@@ -36,19 +36,11 @@ class RunRecord(nn.Cell):
     `rules` : the possible weightings of micro-batches, out of `RULES` ; if several, each window's first batch decides,
     in `window_rule` . `resumes_windows` : whether this rank can go on with its own open window."""
 
-    def __init__(
-        self,
-        owner: str,
-        rules: Sequence[str],
-        accumulation_steps: int,
-        distributed: bool,
-        resumes_windows: bool = True,
-    ) -> None:
+    def __init__(self, owner: str, rules: Sequence[str], accumulation_steps: int, resumes_windows: bool = True) -> None:
         super().__init__(auto_prefix=False)
         self.owner = owner
         self.rules = tuple(rules)
-        self.rank: int = get_rank() if distributed else 0
-        self.ranks: int = get_group_size() if distributed else 1
+        self.rank, self.ranks = rank_and_ranks()
         self.own_steps = accumulation_steps
         self.resumes_windows = resumes_windows
         self.begun = False  # whether the step has run

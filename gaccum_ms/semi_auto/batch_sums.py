@@ -297,12 +297,7 @@ def parts_of(setup: Setup, spans_batches: bool) -> nn.Cell:
 
 
 class BatchSums(nn.Cell):
-    """The sums of a batch: a Tensor of shape (), or one of all numbers; with `aux` and each micro-batch's outputs.
-
-    Args:
-        setup (Setup): The options and the network.
-        spans_batches (bool): Whether windows may have several batches.
-    """
+    """The sums of a batch: a Tensor of shape (), or one of all numbers; with `aux` and each micro-batch's outputs."""
 
     def __init__(self, setup: Setup, spans_batches: bool) -> None:
         super().__init__(auto_prefix=False)
@@ -325,7 +320,7 @@ class BatchSums(nn.Cell):
             loss = self.adds[index - 1](loss, losses[index])
         loss = self.parts.reducer.reduce(loss) if self.parts.per_sample else loss
         numbers: tuple = (loss,)
-        for kind in range(len(numbers_of(results[0]))):
+        for kind in range(len(results[0][1])):
             numbers = (*numbers, *each(ops.partial(number_of, kind), results))
         numbers = (*numbers, *totals)
         # Stacked, because only Tensors with a backward are whole; others are this device's part.
@@ -351,10 +346,6 @@ class BatchSums(nn.Cell):
 
 def loss_of(result):
     return result[0]
-
-
-def numbers_of(result):
-    return result[1]
 
 
 def number_of(kind, result):

@@ -42,18 +42,8 @@ def note_casts(network: nn.Cell) -> None:
 
 def compiled_once(network: nn.Cell, setup: Setup) -> nn.Cell:
     """The network, in a `CompiledOnce` if the compiler needs that: if it casts weights that are compiled for each
-    micro-batch, or if gradients are sharded.
-
-    Args:
-        network (Cell): The network that runs on a micro-batch.
-        setup (Setup): The options, and the cell's whole network, for which, or for a part, `note_casts` may have been
-            called.
-
-    Raises:
-        ValueError: If casts are outside of a Cell with `mindspore.lazy_inline` , which may not be in another one. If
-            there is such a Cell, a norm, and a batch that is not cut: the compiler adds the norm up once for each
-            device. On GPU, if such a Cell is needed or there is one.
-    """
+    micro-batch, or if gradients are sharded. `network` runs on a micro-batch; `setup` has the cell's whole network, for
+    which, or for a part, `note_casts` may have been called. Where the compiler cannot do it, this refuses."""
     options, whole, _ = setup
     is_cut = (options.micro_size or 1) > 1
     by_level = any(getattr(cell, "casts_by_level", False) for _, cell in whole.cells_and_names())

@@ -36,11 +36,7 @@ def held_cell(network: Any) -> Any:
 
 
 def check_device() -> None:
-    """Check the device before a graph is compiled.
-
-    Raises:
-        RuntimeError: On CPU, where MindSpore has no such mode.
-    """
+    """Refuse the CPU, where MindSpore has no such mode, before a graph is compiled."""
     if compiler_distributes() and ms.get_context("device_target") == "CPU":
         raise RuntimeError(
             f"For '{_NAME}', semi-auto and auto parallel mode need GPUs or Ascend, but got the device target 'CPU'. "
@@ -128,11 +124,7 @@ def save_records(step: nn.Cell) -> None:
 
 def check_network(network: nn.Cell) -> None:
     """Refuse, before anything is built, networks that the compiler's passes cannot accumulate; compatibility.py checks
-    the options.
-
-    Raises:
-        ValueError: For gradients that the compiler both shards and averages; for layers that need a loop.
-    """
+    the options."""
     if shards_gradients() and ms.get_auto_parallel_context("gradients_mean"):
         raise ValueError(
             f"For '{_NAME}', 'gradients_mean' must be False where 'gradient_accumulation_shard' is True, because the "
@@ -156,16 +148,8 @@ def with_accumulators(setup: Setup) -> Setup:
 
 
 def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:
-    """Refuse a batch that the compiler cannot cut into equal micro-batches.
-
-    Args:
-        shapes (list): The shapes of this device's parts of the inputs. Their first axes may differ: one input may be
-            split over more devices than another.
-        micro_size (int): The number of micro-batches.
-
-    Raises:
-        ValueError: If the samples of one do not divide by it.
-    """
+    """Refuse a batch that the compiler cannot cut into equal micro-batches. `shapes` : of this device's parts of the
+    inputs, whose first axes may differ: one input may be split over more devices than another."""
     for shape in shapes:
         samples = plan_split([shape], 1, None).samples
         if samples % (micro_size or 1):
@@ -178,12 +162,8 @@ def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:
 
 
 def parts_of_inputs() -> tuple[int, ...]:
-    """The number of parts into which ``dataset_strategy`` splits the samples of each input over devices.
-
-    Returns:
-        tuple of ints, one for each input, or a single one for all. ``(1,)`` if it is unknown (a Layout): the result is
-        then correct too, but the compiler gathers the samples before it cuts them.
-    """
+    """The number of parts into which ``dataset_strategy`` splits the samples of each input over devices; one number for
+    all, or one for each. ``(1,)`` if it is unknown (a Layout): that is correct too, but the compiler gathers first."""
     strategy = ms.get_auto_parallel_context("dataset_strategy")
     if ms.get_auto_parallel_context("full_batch") or strategy == "full_batch":
         return (1,)

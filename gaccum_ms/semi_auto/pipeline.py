@@ -29,12 +29,7 @@ _NAME = "GradAccumulationCell"
 
 
 def check_pipeline(network: nn.Cell, micro_size: int | None) -> None:
-    """Refuse, before anything is built and on all ranks alike, what the compiler refuses on some of them.
-
-    Raises:
-        ValueError: If there are fewer micro-batches than stages, if a trained weight has no stage, or if a stage has
-            no trained weight.
-    """
+    """Refuse, before anything is built and on all ranks alike, what the compiler refuses on some of them."""
     number = stages()
     if (micro_size or 1) < number:
         raise ValueError(
@@ -62,11 +57,7 @@ def check_pipeline(network: nn.Cell, micro_size: int | None) -> None:
 
 @contextlib.contextmanager
 def explained_errors() -> Iterator[None]:
-    """Context manager that says what the compiler's error for a weight of two stages means.
-
-    Raises:
-        ValueError: If such a weight is sharded by optimizer parallel.
-    """
+    """Context manager that says what the compiler's error for a weight of two stages means."""
     try:
         yield
     except Exception as error:
@@ -91,18 +82,7 @@ def _own_gradient(gradient, is_owned):
 
 class PipelineSlices(nn.Cell):
     """Cut all micro-batches out of an input, in the form that the passes know: one Reshape, which all of them share,
-    and one StridedSlice for each, along axis 1.
-
-    Args:
-        micro_size (int): The number of micro-batches.
-        parts (int): The number of parts into which the devices of a stage split the samples.
-
-    Inputs:
-        - **value** (Tensor) - Shape :math:`(N, ...)`.
-
-    Outputs:
-        Tuple of Tensors of shape :math:`(N / \\text{micro_size}, ...)`.
-    """
+    and one StridedSlice for each, along axis 1. The devices of a stage split the samples into `parts` ."""
 
     def __init__(self, micro_size: int, parts: int) -> None:
         super().__init__(auto_prefix=False)

@@ -19,18 +19,7 @@ from gaccum_ms.semi_auto.operators import each, reshape
 
 
 class ShardSlices(nn.Cell):
-    """Cut all micro-batches out of an input.
-
-    Args:
-        micro_size (int): The number of micro-batches.
-        parts (int): The number of parts into which the devices split the samples.
-
-    Inputs:
-        - **value** (Tensor) - Shape :math:`(N, ...)`.
-
-    Outputs:
-        Tuple of Tensors of shape :math:`(N / \\text{micro_size}, ...)`.
-    """
+    """Cut all micro-batches out of an input of shape (N, ...), whose samples the devices split into `parts` ."""
 
     def __init__(self, micro_size: int, parts: int) -> None:
         super().__init__(auto_prefix=False)

@@ -64,13 +64,8 @@ class OpenSums(OpenWindow):
 
 
 class UnrolledWindow(nn.Cell):
-    """The methods of `Window` , for the compiler's own accumulation.
-
-    Args:
-        setup (Setup): The options and the network.
-        weights (ParameterTuple): The weights.
-        position (Parameter or None): If windows may have several batches, the number of them so far.
-    """
+    """The methods of `Window` , for the compiler's own accumulation. `position` : if windows may have several batches,
+    the number of them so far."""
 
     is_sharded = True
     weighs_samples = False
@@ -233,13 +228,7 @@ class UnrolledWindow(nn.Cell):
 
 
 class AddedBatch(nn.Cell):
-    """The graph of a batch that does not end its window. It shares all Parameters with the step.
-
-    Args:
-        window (UnrolledWindow): The window.
-        update (Update): Knows the loss scale, and what the step returns.
-        batch_count (Parameter): Batches seen.
-    """
+    """The graph of a batch that does not end its window. It shares all Parameters with the step."""
 
     def __init__(self, window: UnrolledWindow, update: Update, batch_count: ms.Parameter) -> None:
         super().__init__(auto_prefix=False)

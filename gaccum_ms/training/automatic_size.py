@@ -12,7 +12,6 @@ micro-batches.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import mindspore as ms
 
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.snapshot import Snapshot
+from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.memory import search
 from gaccum_ms.training.runner import Runner
 
@@ -90,11 +90,9 @@ class AutomaticSize(Runner):
         self._set(size)
         if self._search_key is not None:
             search.found_less(self._cell.network, self._search_key, size)
-        warnings.warn(
+        warn_user(
             f"For '{_NAME}', memory ran out {where} with {self._of}={before}, found by 'auto': "
-            f"training goes on with {size}, on all ranks. No batch is lost.",
-            UserWarning,
-            stacklevel=6,
+            f"training goes on with {size}, on all ranks. No batch is lost."
         )
 
     # -- one batch, on this rank alone ---------------------------------------------------------------------------------
@@ -153,3 +151,16 @@ class AutomaticSize(Runner):
             for tensor in self._before.unchanged()
             if id(tensor) in network or not isinstance(tensor, ms.Parameter)
         ]
+
+
+class RehearsedStep:
+    """The step of a training, as the search of its size tries it (memory/trial.py): it updates after each batch."""
+
+    def __init__(self, parts: Parts, runner: Runner) -> None:
+        self.window = parts.window
+        self._runner = runner
+        if parts.spans_batches:
+            self.window.open.set_steps(1)
+
+    def __call__(self, *batch: ms.Tensor) -> Any:
+        return self._runner.run(self._runner.prepare(batch))

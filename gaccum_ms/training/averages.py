@@ -16,15 +16,6 @@ def average_of(update: Update) -> WeightAverage | None:
     return next((link for link in update.links if isinstance(link, WeightAverage)), None)
 
 
-def refuse_to_train(owner: str, average: WeightAverage) -> None:
-    """Raise an error within `averaged_weights` ."""
-    if average.swapped:
-        raise RuntimeError(
-            f"For '{owner}', there must be no training within 'averaged_weights()', where the weights are their "
-            f"averages, but got a batch or a flush. Nothing was changed. Train after its end."
-        )
-
-
 def averaged_weights(update: Update) -> AbstractContextManager[None]:
     """Context manager in which the weights have the values of their averages."""
     average = average_of(update)

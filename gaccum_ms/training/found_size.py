@@ -13,8 +13,7 @@ import mindspore as ms
 
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import OfWindow
-from gaccum_ms.training.automatic_size import NO_BATCH, AutomaticSize
-from gaccum_ms.training.on_trial import RehearsedStep
+from gaccum_ms.training.automatic_size import NO_BATCH, AutomaticSize, RehearsedStep
 from gaccum_ms.training.one_graph import even_batch
 from gaccum_ms.training.runner import Batch
 

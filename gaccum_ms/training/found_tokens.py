@@ -7,8 +7,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
-from gaccum_ms.training.automatic_size import AutomaticSize
-from gaccum_ms.training.on_trial import RehearsedStep
+from gaccum_ms.training.automatic_size import AutomaticSize, RehearsedStep
 from gaccum_ms.training.runner import Batch
 
 if TYPE_CHECKING:

@@ -213,8 +213,7 @@ class GradAccumulator(nn.Cell):
         self.accu_grads = self.window.accumulators.sums
         expose_records(self, self.window, self.update, *self.update.links)
         self.batch_count = counter("batch_count")
-        distributed = self.window.reduction.sum_over_ranks.reduces
-        self.run_record = RunRecord(_NAME, ("batches", "samples", "counts"), accumulation_steps, distributed)
+        self.run_record = RunRecord(_NAME, ("batches", "samples", "counts"), accumulation_steps)
         batch_reduction.window_rule = self.run_record.window_rule
         self._lifecycle = Lifecycle(self.run_record, self.update, self.window, self.window_position, self._jit)
         self._lifecycle.keep_in_place(self)

@@ -13,7 +13,7 @@ from gaccum_ms.backend.graphs import runs_eagerly
 from gaccum_ms.backend.newer_optimizers import list_rates, refuse_uncompiled
 from gaccum_ms.backend.storage import keep_in_place, parameters_of
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
-from gaccum_ms.training.averages import average_of, refuse_to_train
+from gaccum_ms.training.averages import average_of
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
@@ -37,8 +37,11 @@ class Lifecycle:
 
     def begin_call(self) -> None:
         """Before each batch, flush and change: refuse what cannot be trained or continued."""
-        if self._average is not None:
-            refuse_to_train(self._record.owner, self._average)
+        if self._average is not None and self._average.swapped:
+            raise RuntimeError(
+                f"For '{self._record.owner}', there must be no training within 'averaged_weights()', where the weights "
+                f"are their averages, but got a batch or a flush. Nothing was changed. Train after its end."
+            )
         if runs_eagerly(self._jit):
             refuse_uncompiled(self._record.owner, self._update.optimizer)
         if not self._record.begun or self._record.loaded:

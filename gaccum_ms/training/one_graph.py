@@ -78,20 +78,15 @@ class CompilerGraph(Runner):
     def run(self, batch: Batch) -> Any:
         with auto_parallel.settings_of(self._network):
             auto_parallel.check_device()
-            if not self._parts.spans_batches:
-                return self._run_graph()(*batch.inputs)
-            self._last = batch.inputs
-            return self._run_in_window(batch.inputs)
-
-    def _run_in_window(self, inputs: Sequence[ms.Tensor]) -> Any:
-        window, update = self._parts.window.open, self._parts.update
-        if not window.batches:
-            overwrite(window.window_unit, update.scale())  # a window keeps the scale with which it began
-        window.begin_eagerly()
-        if window.is_full:
-            return self._run_graph()(*inputs)
-        with unreduced():
-            return self._add(*inputs)
+            if self._parts.spans_batches:
+                window, self._last = self._parts.window.open, batch.inputs
+                if not window.batches:
+                    overwrite(window.window_unit, self._parts.update.scale())  # the scale of the whole window
+                window.begin_eagerly()
+                if not window.is_full:
+                    with unreduced():
+                        return self._add(*batch.inputs)
+            return self._run_graph()(*batch.inputs)
 
     def flush(self) -> bool:
         """End the open window: run its last batch again, of which nothing is added."""

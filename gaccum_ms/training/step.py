@@ -214,9 +214,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             self.rate_factor = record("rate_factor", value=1.0)
             self.rate_progress = record("rate_progress")
         rules = (rule_of(options, self.reducer_flag),)
-        self.run_record = RunRecord(
-            _NAME, rules, options.accumulation_steps, self.reducer_flag, resumes_windows=not self._unrolled
-        )
+        self.run_record = RunRecord(_NAME, rules, options.accumulation_steps, resumes_windows=not self._unrolled)
         self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
         self.window = self._make_window()
         ended = self._open_window() or self.window

@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 
 from gaccum_ms import WithBatchLossCell
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.checks.arguments import described
+from gaccum_ms.checks.arguments import batch_shapes, described
 from tests.support.reference import Line, as_numpy, make_step
 
 
@@ -199,7 +199,7 @@ LARGE = Tensor(np.ones((8, 300)))
 )
 def test_inputs_are_refused_without_printing_what_is_in_them(value, message):
     with pytest.raises(TypeError, match=f"For 'GradAccumulationCell', every input .*{message}") as error:
-        micro_batches.batch_shapes((Tensor(np.ones((8, 3))), value))
+        batch_shapes((Tensor(np.ones((8, 3))), value))
     assert len(str(error.value)) < 700
     assert "of numbers" in str(error.value) or "split=EvenSplit(shared=(1,)) gives it whole" in str(error.value)
     assert "attribute" not in str(error.value)
