@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,16 +37,26 @@ class RayCluster:
     """A running cluster. With `prefix` , its second node starts after that prefix of a command."""
 
     def __init__(self, log: Path, prefix: list[str]) -> None:
+        self._nodes: list[psutil.Popen] = []
+        self._log = log
+        assert any(self._head_starts() for _ in range(5)), log.read_text()
+        assert any(self._starts(prefix, f"--address={self.address}") for _ in range(5)), log.read_text()
+
+    def _head_starts(self) -> bool:
         (port,) = free_ports(1)
         self.address = f"127.0.0.1:{port}"
+        return self._starts([], "--head", f"--port={port}", "--include-dashboard=false")
+
+    def _starts(self, prefix: list[str], *options: str) -> bool:
+        """Start a node. Ray ends one that is not up after 30 s, as on a busy machine."""
+        command = [*prefix, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", *options]
         env = {**os.environ, "PYTHONPATH": PYTHONPATH, "RAY_USAGE_STATS_ENABLED": "0"}
-        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
-        head = [*start, "--head", f"--port={port}", "--include-dashboard=false"]
-        self._nodes = []
-        with log.open("w") as output:
-            for command in (head, [*prefix, *start, f"--address={self.address}"]):
-                self._nodes.append(psutil.Popen(command, env=env, stdout=output, stderr=output))
-                wait_until(lambda: listens(port) or self._nodes[0].poll() is not None)
+        with self._log.open("w") as output:
+            node = psutil.Popen(command, env=env, stdout=output, stderr=output)
+        wait_until(lambda: "Ray runtime started" in self._log.read_text() or node.poll() is not None)
+        if node.poll() is None:
+            self._nodes.append(node)
+        return node.poll() is None
 
     def remove_a_node(self) -> None:
         """End the second node, as a host that loses power."""
@@ -63,11 +72,6 @@ class RayCluster:
     def launch(self, script: Path, *options: str, args=(), cwd: Path, env=None, **more) -> Launched:
         where = ["--on", "ray", "--ray-address", self.address, "--nodes", "2", "-n", "1"]
         return Launched(script, *where, *options, args=args, cwd=cwd, env=env, **more)
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextmanager
