@@ -31,7 +31,7 @@ def _private(*places: str) -> Any:
 
 
 def _attributes(owner: str, value: Any, *names: str) -> None:
-    """Note the attributes that `one` lacks. Other files use them directly."""
+    """Note the attributes that `value` lacks. Other files use them directly."""
     for name in names if value is not None else ():
         try:
             operator.attrgetter(name)(value)

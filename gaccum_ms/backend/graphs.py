@@ -6,10 +6,9 @@ import ast
 import inspect
 import os
 import textwrap
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import mindspore as ms
@@ -18,12 +17,14 @@ from mindspore import nn, ops
 from gaccum_ms.backend import cell_graph_executor, no_grad, pynative_executor
 from gaccum_ms.backend.eager_means import mean_of_elements
 from gaccum_ms.backend.pynative_tape import close_tape
-from gaccum_ms.backend.storage import Storage, keep_in_place
+from gaccum_ms.backend.storage import keep_in_place
+from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.checks.arguments import first_of
 
 _BY_PYTHON = "called_by_python"  # an attribute of a Cell, for its `construct` : whether `run` calls it
 
-_storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, Storage]] = weakref.WeakKeyDictionary()
+# Of a Cell: the number of its graphs, and the addresses at which they read its Parameters.
+_storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, list[tuple[ms.Parameter, int]]]] = weakref.WeakKeyDictionary()
 
 
 class OwnGraph(nn.Cell):
@@ -71,18 +72,18 @@ def check_compilable(owner: str, jit: Any, name: str, functions: Iterable[Any]) 
     if runs_eagerly(bool(jit)):
         return
     for function in functions:
-        if _is_lambda(function) and not _stands_alone(function):
+        if within := _lambda_within(function):
             raise TypeError(
                 f"For '{owner}', a function as '{name}' is compiled from its lines of source, in which a lambda must "
-                f"stand alone, but got {_lambda_within(function)}. Define the function by 'def'."
+                f"stand alone, but got {within}. Define the function by 'def'."
             )
 
 
 def uncompilable(functions: Iterable[Any]) -> str | None:
     """The first function or Cell that MindSpore cannot compile from its lines of source, in words."""
     for function in functions:
-        if _is_lambda(function) and not _stands_alone(function):
-            return _lambda_within(function)
+        if within := _lambda_within(function):
+            return within
         try:
             for code in _codes_of(function):
                 inspect.getsourcelines(code)
@@ -99,21 +100,16 @@ def _codes_of(function: Any) -> list[Any]:
     return [entry for entry in vars(type(function)).values() if inspect.isfunction(entry)]
 
 
-def _is_lambda(function: Any) -> bool:
-    return getattr(function, "__name__", "") == "<lambda>"
-
-
 def _lambda_within(function: Any) -> str:
+    """A lambda that does not stand alone in its lines of source, in words; of any other function, nothing."""
+    if getattr(function, "__name__", "") != "<lambda>":
+        return ""
+    with suppress(OSError, SyntaxError):
+        statement = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        if isinstance(statement, (ast.Assign, ast.Expr)) and isinstance(statement.value, ast.Lambda):
+            return ""
     code = function.__code__
     return f"a lambda within other code, in line {code.co_firstlineno} of {code.co_filename}"
-
-
-def _stands_alone(function: Any) -> bool:
-    try:
-        statement = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, SyntaxError):
-        return False
-    return isinstance(statement, (ast.Assign, ast.Expr)) and isinstance(statement.value, ast.Lambda)
 
 
 def run(cell: nn.Cell, jit: bool, *inputs: Any) -> Any:
@@ -184,7 +180,7 @@ def gradients_allowed() -> Iterator[None]:
 
 def _note_storage(cell: nn.Cell) -> None:
     """Note the graph's Parameters and their addresses after a compilation."""
-    graphs, _ = _storage.get(cell, (0, None))
+    graphs, _ = _storage.get(cell, (0, []))
     if graphs == len(cell.compile_cache):
         return
     executor = cell_graph_executor._graph_executor
@@ -192,21 +188,19 @@ def _note_storage(cell: nn.Cell) -> None:
         id(parameter): parameter for phase in cell.compile_cache for parameter in executor.get_params(phase).values()
     }
     keep_in_place(parameters.values())
-    _storage[cell] = len(cell.compile_cache), Storage(parameters.values())
+    _storage[cell] = len(cell.compile_cache), [(parameter, parameter.data_ptr()) for parameter in parameters.values()]
 
 
 def _let_go_of_moved(cell: nn.Cell) -> None:
     """Before a run: discard the graph if a Parameter's address has changed, so that it is compiled anew."""
-    _, storage = _storage.get(cell, (0, None))
-    moved = storage.moved() if storage is not None else []
+    _, places = _storage.get(cell, (0, []))
+    moved = [parameter.name for parameter, place in places if parameter.data_ptr() != place]
     if not moved:
         return
-    warnings.warn(
+    warn_user(
         f"For '{type(cell).__name__}', Parameters must be written by 'set_data', 'load_param_into_net' or "
         f"'ops.assign', which leave their storage where the compiled graph reads it, but got other storage for "
-        f"{first_of(moved, 5)}. The graph is compiled anew, to see the values.",
-        UserWarning,
-        stacklevel=5,
+        f"{first_of(moved, 5)}. The graph is compiled anew, to see the values."
     )
     cell.compile_cache.clear()
     del _storage[cell]

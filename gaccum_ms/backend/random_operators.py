@@ -116,19 +116,14 @@ class _Copies:
         if _is_random(value):
             return self._of_operator(value)
         if type(value) in (list, tuple):
-            return self._unless_same(value, type(value)(self.of(entry) for entry in value))
+            copied = type(value)(self.of(entry) for entry in value)
+            return value if all(new is old for new, old in zip(copied, value, strict=True)) else copied
         if isinstance(value, dict):
-            return self._of_dict(value)
+            copied = type(value)((name, self.of(entry)) for name, entry in value.items())
+            return value if all(copied[name] is value[name] for name in value) else copied
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Cell):
             return types.MethodType(value.__func__, self.of(value.__self__))
         return value
-
-    def _unless_same(self, value: Any, copied: Any) -> Any:
-        return value if all(new is old for new, old in zip(copied, value, strict=True)) else copied
-
-    def _of_dict(self, value: dict) -> dict:
-        copied = type(value)((name, self.of(entry)) for name, entry in value.items())
-        return value if all(copied[name] is value[name] for name in value) else copied
 
     def _of_cell(self, cell: nn.Cell) -> nn.Cell:
         if id(cell) not in self.made:

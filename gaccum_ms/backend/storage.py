@@ -48,14 +48,3 @@ def _assign_in_place(
         return type(parameter).assign_value(parameter, value)
     overwrite(parameter, value)
     return parameter
-
-
-class Storage:
-    """The addresses at which a graph reads its Parameters."""
-
-    def __init__(self, parameters: Iterable[ms.Parameter]) -> None:
-        self.places = [(parameter, parameter.data_ptr()) for parameter in parameters]
-
-    def moved(self) -> list[str]:
-        """The names of Parameters whose address has changed."""
-        return [parameter.name for parameter, place in self.places if parameter.data_ptr() != place]

@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import mindspore as ms
 from mindspore import amp, ops
-from mindspore.ops import signature as sig
 
 from gaccum_ms.backend.parameters import on_cpu
 
 
-class _ProximalGradientDescent(ops.Primitive):
-    """The kernel of `ops.ApplyProximalGradientDescent` , without its constructor's deprecation warning."""
-
-    __mindspore_signature__ = (
-        sig.make_sig("var", sig.sig_rw.RW_WRITE, dtype=sig.sig_dtype.T),
-        sig.make_sig("alpha", dtype=sig.sig_dtype.T1),
-        sig.make_sig("l1", dtype=sig.sig_dtype.T2),
-        sig.make_sig("l2", dtype=sig.sig_dtype.T3),
-        sig.make_sig("delta", dtype=sig.sig_dtype.T),
-    )
+class _ProximalGradientDescent(ops.ApplyProximalGradientDescent):
+    """The kernel, without its constructor's deprecation warning."""
 
     def __init__(self) -> None:
-        super().__init__("ApplyProximalGradientDescent")
+        ops.Primitive.__init__(self, "ApplyProximalGradientDescent")
         self.add_prim_attr("side_effect_mem", True)
 
 

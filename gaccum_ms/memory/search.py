@@ -70,13 +70,9 @@ def _search_key(
     casts = tuple(tuple(flag.get(dtype) for dtype in ("fp16", "fp32", "bf16")) for flag in flags)
     # Not the function itself: it may refer to the network, which would then never be freed.
     test = fails.__qualname__ if hasattr(fails, "__qualname__") else type(fails).__qualname__, id(fails)
-    return shapes, weights, casts, cell.options.for_memory(), _widths(cell, batch), where, memory_limit, test
-
-
-def _widths(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> tuple | None:
-    """With `MaxTokens` , what the trials depend on: the widths, and the largest number of tokens."""
-    worst = cell.split.worst_case(*batch) if cell.trims else None
-    return None if worst is None else (worst.widths, worst.most)
+    worst = cell.split.worst_case(*batch) if cell.trims else None  # with `MaxTokens` , trials depend on it
+    widths = worst and (worst.widths, worst.most)
+    return shapes, weights, casts, cell.options.for_memory(), widths, where, memory_limit, test
 
 
 def found_less(network: nn.Cell, key: tuple, size: int) -> None:
