@@ -105,6 +105,13 @@ def pynative() -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
+@pytest.fixture
+def parallel_context():
+    """Sets MindSpore's parallel settings; after the test they are the defaults again."""
+    yield ms.set_auto_parallel_context
+    ms.reset_auto_parallel_context()
+
+
 @pytest.fixture(scope="session")
 def programs():
     """Users' programs, for all tests of this process."""

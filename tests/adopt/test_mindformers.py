@@ -194,16 +194,13 @@ class Expert(nn.Cell):
         return (x * self.weight).mean()
 
 
-def test_a_forward_that_changes_what_callbacks_read_is_refused_in_semi_auto_mode():
+def test_a_forward_that_changes_what_callbacks_read_is_refused_in_semi_auto_mode(parallel_context):
     network = Expert()
     optimizer = nn.SGD(network.trainable_params())
     adopted.train_step(network, optimizer)
-    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=8, global_rank=0)
-    try:
-        with pytest.raises(ValueError, match=r"must have no Parameter that its forward changes .* got expert_load"):
-            adopted.train_step(network, optimizer)
-    finally:
-        ms.reset_auto_parallel_context()
+    parallel_context(parallel_mode="semi_auto_parallel", device_num=8, global_rank=0)
+    with pytest.raises(ValueError, match=r"must have no Parameter that its forward changes .* got expert_load"):
+        adopted.train_step(network, optimizer)
 
 
 @pytest.mark.parametrize("kind", ["is_moe_model", "is_mtp_model"])
@@ -220,15 +217,12 @@ def test_parts_of_a_loss_that_mindformers_monitor_would_read_are_refused(kind, m
     adopted._refuse_parts_of_loss(trainer, network)
 
 
-def test_a_schedule_for_which_models_return_other_losses_is_refused():
+def test_a_schedule_for_which_models_return_other_losses_is_refused(parallel_context):
     config = SimpleNamespace(micro_batch_interleave_num=1, parallel_config=SimpleNamespace(seq_split_num=1))
     adopted._check_settings(SimpleNamespace(config=config))
-    ms.set_auto_parallel_context(pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"})
-    try:
-        with pytest.raises(ValueError, match="'pipeline_scheduler' must not be 'zero_bubble_v'"):
-            adopted._check_settings(SimpleNamespace(config=config))
-    finally:
-        ms.reset_auto_parallel_context()
+    parallel_context(pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"})
+    with pytest.raises(ValueError, match="'pipeline_scheduler' must not be 'zero_bubble_v'"):
+        adopted._check_settings(SimpleNamespace(config=config))
 
 
 @pytest.mark.thorough

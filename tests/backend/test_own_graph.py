@@ -37,15 +37,12 @@ def test_in_pynative_mode_it_is_compiled_where_that_is_asked_for(jit, runs, pyna
 
 
 @pytest.mark.parametrize("asked_for", [True, False])
-def test_compiles_without_a_broadcast_and_says_nothing_of_it_after(asked_for):
-    ms.set_auto_parallel_context(parameter_broadcast=asked_for)
-    try:
-        with pytest.raises(RuntimeError, match="on the way"), compiling_alone():
-            assert not ms.get_auto_parallel_context("parameter_broadcast")
-            raise RuntimeError("on the way")
-        assert ms.get_auto_parallel_context("parameter_broadcast") == asked_for
-    finally:
-        ms.reset_auto_parallel_context()
+def test_compiles_without_a_broadcast_and_says_nothing_of_it_after(asked_for, parallel_context):
+    parallel_context(parameter_broadcast=asked_for)
+    with pytest.raises(RuntimeError, match="on the way"), compiling_alone():
+        assert not ms.get_auto_parallel_context("parameter_broadcast")
+        raise RuntimeError("on the way")
+    assert ms.get_auto_parallel_context("parameter_broadcast") == asked_for
 
 
 class SumOfRows(OwnGraph):

@@ -11,7 +11,7 @@ from gaccum_ms.distributed.all_reduce import FusedReducer, plan_buffers
 from tests.ranks.fused_worker import BYTES, COLLECTIVES, KINDS, LIMIT, MODES, SUM
 from tests.support.ranks import Ranks
 from tests.support.reference import relative_error
-from tests.support.two_ranks import Results, case
+from tests.support.two_ranks import Results, case, results_of
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
@@ -76,10 +76,7 @@ def test_gpt_2_medium_leaves_in_buffers_of_25_mib_but_on_cpu(monkeypatch, device
 # -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ranks(rank_pair, tmp_path_factory):
-    """The results of each of two ranks, by case."""
-    return rank_pair.worker("tests.ranks.fused_worker", tmp_path_factory.mktemp("fused"))
+ranks = results_of("fused_worker")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.support.modes import eagerly
 from tests.support.reference import make_network as make_dense
 from tests.support.reference import relative_error
 from tests.support.reuse import Reused
-from tests.support.two_ranks import Results, case
+from tests.support.two_ranks import Results, case, results_of
 
 TOLERANCE = 1e-6
 RANKS_TOLERANCE = 1e-5  # between different numbers of ranks, which add up in another order
@@ -133,7 +133,7 @@ def test_partition_is_the_users_choice(two_ranks):
             ShardedOptimizer(kind, params if kind is nn.Lamb else CENTRALIZED, partition="slices", **arguments)
 
 
-def test_bad_arguments_are_one_clear_error():
+def test_bad_arguments_are_one_clear_error(parallel_context):
     params = make_dense("dense").trainable_params()
     with pytest.raises(TypeError, match=r"Give nn.Adam, not nn.Adam\(...\)"):
         ShardedOptimizer(nn.Adam(params), params)
@@ -143,12 +143,9 @@ def test_bad_arguments_are_one_clear_error():
         ShardedOptimizer(nn.Adam, [1])
     with pytest.raises(ValueError, match="'partition' must be one of"):
         ShardedOptimizer(nn.Adam, params, partition="rows")
-    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
-    try:
-        with pytest.raises(RuntimeError, match="set enable_parallel_optimizer=True"):
-            ShardedOptimizer(nn.Adam, params)
-    finally:
-        ms.reset_auto_parallel_context()
+    parallel_context(parallel_mode="semi_auto_parallel")
+    with pytest.raises(RuntimeError, match="set enable_parallel_optimizer=True"):
+        ShardedOptimizer(nn.Adam, params)
 
 
 def test_options_of_sharded_accumulators():
@@ -226,10 +223,7 @@ def stepped(network: nn.Cell, optimizer: nn.Optimizer, **options) -> TrainOneSte
 # -- two ranks against the same two ranks ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(rank_pair, tmp_path_factory) -> list[Results]:
-    """The results of each of two ranks, by case."""
-    return rank_pair.worker("tests.ranks.sharding_worker", tmp_path_factory.mktemp("equality"))
+trained = results_of("sharding_worker")
 
 
 @pytest.mark.core("counted", "by parameters")

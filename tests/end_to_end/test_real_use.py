@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 
 from tests.support.reference import relative_error
-from tests.support.two_ranks import Results, case
+from tests.support.two_ranks import Results, case, results_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 UPDATES = 18  # 6 epochs of 12 batches, in windows of 5, 5 and, flushed, 2
 
 
-@pytest.fixture(scope="module")
-def ranks(rank_pair, tmp_path_factory):
-    return rank_pair.worker("tests.ranks.real_use_worker", tmp_path_factory.mktemp("real_use"))
+ranks = results_of("real_use_worker")
 
 
 def assert_ranks_agree(ranks: list[Results]) -> None:

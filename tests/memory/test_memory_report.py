@@ -198,15 +198,12 @@ def test_bad_cells_optimizers_and_batches():
         memory_report(cell_of(network), optimizer, batch(4)[0], batch(6)[1])
 
 
-def test_refuses_modes_in_which_a_rank_cannot_try_alone():
+def test_refuses_modes_in_which_a_rank_cannot_try_alone(parallel_context):
     parallel_mode = "semi_auto_parallel"
     network = make_network("dense")
     cell, optimizer = cell_of(network), nn.SGD(network.trainable_params(), 0.1)
-    try:
-        ms.set_auto_parallel_context(parallel_mode=parallel_mode)
-        with pytest.raises(RuntimeError, match=f"For 'memory_report', .*'data_parallel', but got '{parallel_mode}'"):
-            memory_report(cell, optimizer, *batch(4))
-        with pytest.raises(RuntimeError, match=f"For 'find_micro_batch_size', .*but got '{parallel_mode}'"):
-            find_micro_batch_size(cell, optimizer, batch(4))
-    finally:
-        ms.reset_auto_parallel_context()
+    parallel_context(parallel_mode=parallel_mode)
+    with pytest.raises(RuntimeError, match=f"For 'memory_report', .*'data_parallel', but got '{parallel_mode}'"):
+        memory_report(cell, optimizer, *batch(4))
+    with pytest.raises(RuntimeError, match=f"For 'find_micro_batch_size', .*but got '{parallel_mode}'"):
+        find_micro_batch_size(cell, optimizer, batch(4))

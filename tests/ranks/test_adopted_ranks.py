@@ -14,14 +14,12 @@ from tests.ranks.adopted_worker import CASES, MAX_NORM, MAX_NORM_OF_SUM, SAMPLES
 from tests.support.adopted import BatchTimesLoss, K, Predictor, joined
 from tests.support.by_hand import ByHand, global_norm, norm_of, train_whole
 from tests.support.reference import Regression, relative_error
-from tests.support.two_ranks import case
+from tests.support.two_ranks import case, results_of
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def ranks(rank_pair, tmp_path_factory):
-    return rank_pair.worker("tests.ranks.adopted_worker", tmp_path_factory.mktemp("adopted"))
+ranks = results_of("adopted_worker")
 
 
 class WholeBatchOfMindyolo(nn.Cell):

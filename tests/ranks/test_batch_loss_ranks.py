@@ -13,16 +13,13 @@ from tests.ranks.batch_loss_worker import PER_RANK, UPDATES
 from tests.support import contrastive
 from tests.support.contrastive import batches, whole
 from tests.support.reference import relative_error
-from tests.support.two_ranks import Results, case
+from tests.support.two_ranks import case, results_of
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def ranks(rank_pair, tmp_path_factory) -> list[Results]:
-    """The results of each of two ranks, by case."""
-    return rank_pair.worker("tests.ranks.batch_loss_worker", tmp_path_factory.mktemp("batch_loss"))
+ranks = results_of("batch_loss_worker")
 
 
 def error(one: dict, other: dict) -> float:

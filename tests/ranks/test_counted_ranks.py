@@ -25,17 +25,14 @@ from tests.ranks.counted_worker import (
     plain,
 )
 from tests.support.reference import relative_error
-from tests.support.two_ranks import Results, case
+from tests.support.two_ranks import Results, case, results_of
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
 CONTROLS = [name for name in SCENARIOS if name.startswith("control")]
 
 
-@pytest.fixture(scope="module")
-def ranks(rank_pair, tmp_path_factory) -> list[Results]:
-    """The results of each of two ranks, by scenario."""
-    return rank_pair.worker("tests.ranks.counted_worker", tmp_path_factory.mktemp("counted"))
+ranks = results_of("counted_worker")
 
 
 # -- the oracle --------------------------------------------------------------------------------------------------------

@@ -11,16 +11,13 @@ from tests.ranks.distributed_worker import PER_RANK, SENT, UPDATES, fitted
 from tests.support.modes import MODES
 from tests.support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error, train
 from tests.support.state import assert_close
-from tests.support.two_ranks import Results, case
+from tests.support.two_ranks import case, results_of
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def ranks(rank_pair, tmp_path_factory) -> list[Results]:
-    """The results of each of two ranks, by case."""
-    return rank_pair.worker("tests.ranks.distributed_worker", tmp_path_factory.mktemp("distributed"))
+ranks = results_of("distributed_worker")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from mindspore import Tensor, nn
 
 from tests.ranks.split_worker import NUMBER, SPLITS, data_of
 from tests.support.reference import Regression, relative_error, vector
-from tests.support.two_ranks import case
+from tests.support.two_ranks import case, results_of
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
@@ -34,9 +34,7 @@ def whole(name, rate):
     return losses, vector(network.get_parameters())
 
 
-@pytest.fixture(scope="module")
-def trained(rank_pair, tmp_path_factory):
-    return rank_pair.worker("tests.ranks.split_worker", tmp_path_factory.mktemp("split"))
+trained = results_of("split_worker")
 
 
 @pytest.mark.parametrize("name", SPLITS)

@@ -10,14 +10,12 @@ import pytest
 from tests.ranks.tokens_worker import KINDS, NUMBER, data_of
 from tests.splitting.test_max_tokens import run, whole_step
 from tests.support.reference import Clipped, relative_error, vector
-from tests.support.two_ranks import case
+from tests.support.two_ranks import case, results_of
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def trained(rank_pair, tmp_path_factory):
-    return rank_pair.worker("tests.ranks.tokens_worker", tmp_path_factory.mktemp("tokens"))
+trained = results_of("tokens_worker")
 
 
 def windows(steps):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -38,6 +39,17 @@ def run_on_ranks(ranks: int, worker: str, out: Path, *arguments: str, time_limit
     assert not left, left
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
     return [dict(np.load(out / f"rank{rank}.npz")) for rank in range(ranks)]
+
+
+def results_of(worker: str) -> Any:
+    """For a test module: a fixture of each rank's results of a worker in tests/ranks, by case."""
+    import pytest  # not above: ranks import this file too
+
+    @pytest.fixture(scope="module")
+    def results(rank_pair, tmp_path_factory) -> list[Results]:
+        return rank_pair.worker(f"tests.ranks.{worker}", tmp_path_factory.mktemp(worker))
+
+    return results
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -839,14 +839,11 @@ def test_refuses_bad_numbers_of_steps():
 
 
 @pytest.mark.parametrize("parallel_mode", ["semi_auto_parallel", "auto_parallel", "hybrid_parallel"])
-def test_refuses_parallel_modes_that_cut_the_graph(parallel_mode):
-    try:
-        ms.set_auto_parallel_context(parallel_mode=parallel_mode)
-        message = f"For 'GradAccumulator', the parallel mode must be .*, but got '{parallel_mode}'"
-        with pytest.raises(RuntimeError, match=message):
-            GradAccumulator(nn.SGD([ms.Parameter(Tensor([1.0]), name="weight")], 1.0), 2)
-    finally:
-        ms.reset_auto_parallel_context()
+def test_refuses_parallel_modes_that_cut_the_graph(parallel_mode, parallel_context):
+    parallel_context(parallel_mode=parallel_mode)
+    message = f"For 'GradAccumulator', the parallel mode must be .*, but got '{parallel_mode}'"
+    with pytest.raises(RuntimeError, match=message):
+        GradAccumulator(nn.SGD([ms.Parameter(Tensor([1.0]), name="weight")], 1.0), 2)
 
 
 # -- an optimizer that removes a scale ---------------------------------------------------------------------------------

@@ -133,19 +133,15 @@ def test_refuses_bad_optimizers():
         TrainOneStepWithGradAccumulationCell(cell, empty)
 
 
-def test_refuses_hybrid_parallel_mode_and_pipelines():
+def test_refuses_hybrid_parallel_mode_and_pipelines(parallel_context):
     cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
     optimizer = nn.SGD(cell.trainable_params(), 0.1)
-    try:
-        ms.set_auto_parallel_context(parallel_mode="hybrid_parallel")
-        with pytest.raises(RuntimeError, match=r"must be .*, but got 'hybrid_parallel'.*semi_auto_parallel"):
-            TrainOneStepWithGradAccumulationCell(cell, optimizer)
-        ms.reset_auto_parallel_context()
-        ms.set_auto_parallel_context(pipeline_stages=2)
-        with pytest.raises(RuntimeError, match=r"'pipeline_stages' must be 1 in .* 'stand_alone', but got 2"):
-            TrainOneStepWithGradAccumulationCell(cell, optimizer)
-    finally:
-        ms.reset_auto_parallel_context()
+    parallel_context(parallel_mode="hybrid_parallel")
+    with pytest.raises(RuntimeError, match=r"must be .*, but got 'hybrid_parallel'.*semi_auto_parallel"):
+        TrainOneStepWithGradAccumulationCell(cell, optimizer)
+    parallel_context(parallel_mode="stand_alone", pipeline_stages=2)
+    with pytest.raises(RuntimeError, match=r"'pipeline_stages' must be 1 in .* 'stand_alone', but got 2"):
+        TrainOneStepWithGradAccumulationCell(cell, optimizer)
 
 
 # -- hand-worked gradients ---------------------------------------------------------------------------------------------
