@@ -24,6 +24,10 @@ class Copies:
         self._number = 0
         self.made: dict[str, nn.Cell] = {}  # by their places, in the graph that is compiled
 
+    def begin(self) -> None:
+        """At the beginning of a compilation, whatever graph the window is in."""
+        self.made.clear()
+
     def of(self, place: str, weighing: nn.Cell) -> nn.Cell:
         """The weighing for a place in the graph that is being compiled."""
         if self._make is None or runs_eagerly_now():

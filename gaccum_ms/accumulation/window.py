@@ -78,6 +78,7 @@ class Window(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         self.copies = copies or Copies()
+        self._begin_copies = ops.constexpr(self.copies.begin, check=False)
         self.micro_size = options.micro_size
         self.shared, self.axis = options.shared, options.axis
         self.micro_batch_size: Any = None if options.finds_size else options.micro_batch_size
@@ -126,6 +127,7 @@ class Window(nn.Cell):
 
     def plan(self, inputs):
         """Where the batch is cut."""
+        self._begin_copies()
         size, number = self.micro_batch_size, self.micro_size
         return micro_batches.graph_plan(inputs, number, size, self.shared, self.axis, self.least())
 
@@ -225,9 +227,9 @@ class Window(nn.Cell):
         """Whether the sums of a batch with a bad count are in its window."""
         return self.weighing.runs_all
 
-    def begin_call(self) -> None:
-        """Before each call: a graph that it compiles has new copies of a network that draws random numbers."""
-        self.copies.made.clear()
+    def begin_micro_batch(self) -> None:
+        """Before Python runs `add_micro_batch` , which plans nothing."""
+        self.copies.begin()
 
     def plan_in_python(self, shapes: Sequence[tuple[int, ...]]) -> micro_batches.SplitPlan:
         """Where a batch with inputs of these shapes is cut."""

@@ -88,7 +88,6 @@ class FoundSize(AutomaticSize):
         gc.collect()
 
     def _add(self, inputs: Sequence[ms.Tensor]) -> tuple[Any, bool]:
-        self._parts.window.begin_call()
         added = self._graph.run_alone(*inputs)
         return added, bool(added[0].asnumpy().any())  # waits: the error may come after the call
 

@@ -53,7 +53,6 @@ class OneGraph(Runner):
         return even_batch(self._parts, inputs)
 
     def run(self, batch: Batch) -> Any:
-        self._parts.window.begin_call()
         return self._run_graph()(*batch.inputs)
 
 

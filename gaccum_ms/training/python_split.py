@@ -104,7 +104,7 @@ class PythonSplit(Runner):
         sums, loss = ops.zeros((SUMS + 1,), ms.float32), None
         outputs = []
         for micro_batch, times in zip(micro_batches, self._times(micro_batches), strict=True):
-            self._parts.window.begin_call()
+            self._parts.window.begin_micro_batch()
             sums, loss, *own_outputs = self._graph.run_alone(sums, ms.Tensor(times, ms.float32), *micro_batch)
             outputs.append(own_outputs)
         # Before the batch is in the window: an output that cannot be joined is an error without an update.
