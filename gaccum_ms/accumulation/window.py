@@ -115,15 +115,19 @@ class Window(nn.Cell):
         size = plan[micro_batches.SIZE]
         seed_per_item = self.weighing.seed_per_item(inputs, plan, scale)
         if plan[micro_batches.WHOLE] and not self.may_skip and not self.store.reduces:
-            # With one micro-batch, the gradients need no accumulators.
-            sums, gradients = self.weighing_of_loop.run(self.records_noise, seed_per_item, (), size, *inputs)
-            outputs = ()
-            if self.has_outputs:
-                outputs = self.means(sums[1:], sums[0], scale, seed_per_item)
-                sums = sums[0]
-            return self.weighing.reduce(gradients, sums, scale, seed_per_item), outputs
+            return self._run_whole(inputs, size, scale, seed_per_item)
         sums, outputs = self.accumulate(inputs, plan, scale, seed_per_item)
         return self.finish(sums, seed_per_item, scale), outputs
+
+    def _run_whole(self, inputs, size, scale, seed_per_item):
+        """`run` for a batch that is one micro-batch, whose gradients need no accumulators. A method, because the
+        compiler looks up a method's attributes before it runs any of it, and `plan` must come first."""
+        sums, gradients = self.weighing_of_loop.run(self.records_noise, seed_per_item, (), size, *inputs)
+        outputs = ()
+        if self.has_outputs:
+            outputs = self.means(sums[1:], sums[0], scale, seed_per_item)
+            sums = sums[0]
+        return self.weighing.reduce(gradients, sums, scale, seed_per_item), outputs
 
     def plan(self, inputs):
         """Where the batch is cut."""

@@ -152,3 +152,5 @@ def test_a_copy_has_the_flags_of_its_compilation(graph_around):
     assert not drops(10)
     network.set_train()
     assert drops(8)
+    network.set_train(False)
+    assert not drops(1)  # which is one micro-batch
