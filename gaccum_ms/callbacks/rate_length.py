@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
+from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.learning_rate import updates_of_rates
 
 if TYPE_CHECKING:
@@ -24,11 +24,9 @@ def warn_of_rates_for_batches(step: TrainOneStepWithGradAccumulationCell, batche
     updates = int(step.update_count.asnumpy()) + batches // steps + flushes
     if rates <= updates:
         return
-    warnings.warn(
+    warn_user(
         f"For 'GradAccumulationCell', the optimizer's learning rate must be made for updates, of which {batches} "
         f"batches with accumulation_steps={steps} make about {updates}, but got rates for {rates}: the training ends "
         f"before they do, and a decay is {steps} times too slow. Give the optimizer rates for {updates}, or "
-        f"gaccum_ms.scale_learning_rate(rates, {steps}, rule='none', per='batch').",
-        UserWarning,
-        stacklevel=2,
+        f"gaccum_ms.scale_learning_rate(rates, {steps}, rule='none', per='batch')."
     )

@@ -8,13 +8,13 @@ is still open.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore.train import Callback, RunContext
 
 from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.callbacks.rate_length import warn_of_rates_for_batches
 from gaccum_ms.checkpoint.data_position import begin_anew
 from gaccum_ms.checkpoint.rank_folders import refuse_shared_folders
@@ -111,11 +111,9 @@ class WindowWatch(Callback):
         if any(hasattr(callback, "evens_out_ranks") for callback in run_context.original_args().list_callback):
             return  # a FlushAccumulation will end the window in its on_train_end
         batches, steps = int(step.window_position.asnumpy()), int(step.window_steps.asnumpy())
-        warnings.warn(
+        warn_user(
             f"For 'GradAccumulationCell', training ended in the middle of a window: {batches} batch(es) of {steps} "
             f"are added up, and no update has used them. To use them give model.train the callback "
             f"FlushAccumulation(), or call flush() of the training step; batches of another model.train go on with "
-            f"the window.",
-            UserWarning,
-            stacklevel=2,
+            f"the window."
         )

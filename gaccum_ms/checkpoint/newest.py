@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-import warnings
 from pathlib import Path
 
 import mindspore as ms
 
 from gaccum_ms.backend.parameters import own
+from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.distributed.layout import gather_json
 
 SUFFIXES = (".ckpt", ".safetensors")
@@ -89,6 +89,6 @@ def _key(path: Path) -> Key | None:
         records = ms.load_checkpoint(str(path), format=kind, choice_func=lambda name: name in _RECORDS)
         values = [records[name].asnumpy().reshape(-1) for name in _RECORDS]
     except Exception as error:  # MindSpore raises several types for an incomplete file
-        warnings.warn(f"For 'resume', '{path}' is passed over: {error}", UserWarning, stacklevel=5)
+        warn_user(f"For 'resume', '{path}' is passed over: {error}")
         return None
     return [int(value[-1]) for value in values]

@@ -49,7 +49,9 @@ def warned(step, epochs=EPOCHS, callbacks=STOP):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         Model(step).train(epochs, data(), callbacks=list(callbacks))
-    return [str(one.message) for one in seen if "must be made for updates" in str(one.message)]
+    told = [one for one in seen if "must be made for updates" in str(one.message)]
+    assert all(one.filename == __file__ for one in told)
+    return [str(one.message) for one in told]
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,9 @@ def test_a_window_that_another_training_began_is_recorded_as_a_whole(pynative):
     """Its losses are only those of this training's batches."""
     monitor = WindowMonitor()
     model = ms.Model(make_step(Line(1.0), accumulation_steps=2))
-    with pytest.warns(UserWarning, match="in the middle of a window"):
+    with pytest.warns(UserWarning, match="in the middle of a window") as warned:
         model.train(1, NumpySlicesDataset((X[:1], Y[:1])).batch(1), callbacks=[monitor])
+    assert [one.filename for one in warned] == [__file__]
     assert monitor.records == []
     model.train(1, NumpySlicesDataset((X[1:2], Y[1:2])).batch(1), callbacks=[monitor])
     assert [(record.batches, record.count, record.losses) for record in monitor.records] == [(2, 2.0, (0.5,))]
