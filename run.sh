@@ -75,14 +75,14 @@ test)
         venv=$here/.venv-$version python=''
         set -- test "${@:4}"
     fi
-    use "test${EXTRAS:+,$EXTRAS}" pytest pytest_rerunfailures xdist sklearn tensorboardX matplotlib mindcv myst_parser \
-        selenium sphinx_copybutton sphinx_reredirects ${EXTRAS//,/ }
+    use "test${EXTRAS:+,$EXTRAS}" pytest grimp pytest_rerunfailures xdist sklearn tensorboardX matplotlib mindcv \
+        myst_parser selenium sphinx_copybutton sphinx_reredirects ${EXTRAS//,/ }
     cd "$here"
     all=(-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder --durations 25)
     case ${2-} in
     '') tests=("${all[@]}" -m "not thorough") ;;
-    all) tests=("${all[@]}") ;;
-    rest) tests=("${all[@]}" -m thorough) ;;
+    all) tests=("${all[@]}" -m "not idle") ;;
+    rest) tests=("${all[@]}" -m "thorough and not idle") ;;
     parallel) tests=(-m pytest tests/semi_auto) ;;
     device) tests=(tests/device/report.py) ;;
     mutations) tests=(tests/mutations.py) ;;

@@ -53,7 +53,7 @@ class Sum(nn.Cell):
         return ((self.a + self.b + self.c) * x).mean()
 
 
-def make_step(make_optimizer, network=None):
+def mindspores_step(make_optimizer, network=None):
     network = network or Sum()
     return nn.TrainOneStepCell(network, make_optimizer(network)).set_train()
 
@@ -125,7 +125,7 @@ def test_rates_by_hand(kind, rule, warmup_updates, pynative):
     indirect=["mode"],
 )
 def test_an_optimizer_updates_with_these_rates(mode, kind, rule, warmup_updates):
-    step = make_step(sgd(scale_learning_rate(BASES[kind](), 4, rule, warmup_updates)))
+    step = mindspores_step(sgd(scale_learning_rate(BASES[kind](), 4, rule, warmup_updates)))
     expected = np.repeat([BY_HAND[kind, rule, warmup_updates]], 3, axis=0).T
     np.testing.assert_allclose(updates(step, 6), expected, rtol=1e-6, atol=1e-6)
 
@@ -159,7 +159,7 @@ def test_groups_have_schedules_of_their_own():
     """Two groups share one scaled schedule."""
     cosine = nn.CosineDecayLR(0.0, 1.0, 4)
     rates = [scale_learning_rate(cosine, 4, warmup_updates=4), scale_learning_rate(cosine, 4, "sqrt")]
-    step = make_step(grouped(*rates))
+    step = mindspores_step(grouped(*rates))
     names = {parameter.name for parameter in step.get_parameters()}
     taken = updates(step, 4)
     expected = [BY_HAND["schedule", "linear", 4][:4], BY_HAND["schedule", "sqrt", 0][:4], [0.5] * 4]
@@ -170,7 +170,7 @@ def test_groups_have_schedules_of_their_own():
 def test_a_small_rate_beside_a_schedule(pynative):
     """MindSpore adds 1 to a plain number and subtracts it again."""
     small = scale_learning_rate(1e-5, 1, warmup_updates=1)
-    taken = updates(make_step(grouped(small, scaled(), 1e-5)))[0]
+    taken = updates(mindspores_step(grouped(small, scaled(), 1e-5)))[0]
     assert taken[0] == np.float32(1e-5)
     assert taken[2] == pytest.approx(1.00136e-5, rel=1e-5)
 
@@ -219,7 +219,7 @@ OPTIMIZERS = {
 def test_a_step_sees_a_multiplied_rate_and_the_current_rate_is_that_of_the_next_update(mode, kind):
     ms.set_context(mode=MODES[mode])
     make_optimizer, expected = OPTIMIZERS[kind]
-    step = make_step(make_optimizer())
+    step = mindspores_step(make_optimizer())
     for rates, factor, total in zip(expected, (None, 4.0, 0.5), (1, 4, 2), strict=True):
         if factor is not None:
             before = state(step)
@@ -244,7 +244,7 @@ def test_the_current_rate_follows_the_order_of_parameters(pynative):
         groups = [{"params": [network.a], "lr": 0.25}, {"params": [network.c, network.b]}]
         return nn.SGD([*groups, {"order_params": [network.c, network.a, network.b]}], 0.5)
 
-    step = make_step(make_optimizer)
+    step = mindspores_step(make_optimizer)
     assert current_learning_rate(step.optimizer) == 0.5
     multiply_learning_rate(step.optimizer, 2.0)
     assert current_learning_rate(step.optimizer) == 1.0
@@ -252,7 +252,7 @@ def test_the_current_rate_follows_the_order_of_parameters(pynative):
 
 
 def test_the_current_rate_of_a_list_that_ends(pynative):
-    step = make_step(sgd([0.5, 0.25]))
+    step = mindspores_step(sgd([0.5, 0.25]))
     for rate in (0.5, 0.25):
         assert current_learning_rate(step.optimizer) == updates(step)[0, 0] == rate
     assert math.isnan(current_learning_rate(step.optimizer))
@@ -275,7 +275,7 @@ def test_an_optimizer_inside_another_has_the_rate():
     ],
 )
 def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(make_optimizer, pynative):
-    step = make_step(make_optimizer())
+    step = mindspores_step(make_optimizer())
     before = state(step)
     message = r"but got the schedule 'CosineDecayLR', .* Give the optimizer scale_learning_rate\(schedule, 1\)"
     with pytest.raises(ValueError, match=message):

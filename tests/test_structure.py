@@ -8,13 +8,9 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-import pytest
 from mindspore import nn
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-
-pytest.importorskip("grimp", reason="grimp comes with import-linter, in the extra 'dev': pip install '.[dev]'")
-
 from tests.structure import PACKAGE, longest_chain, structure
 
 

@@ -58,7 +58,7 @@ class OpenWindow(nn.Cell):
         # The seed of one item, its factor in accumulators and loss. It is constant over a window, even if batch sizes
         # or the loss scale change; 0 before anything was counted.
         self.window_unit = record("window_unit")
-        self.window_sums = record("window_sums", (4,))  # loss, count, dropped micro-batches, batches that were added
+        self.window_sums = record("window_sums", (SUMS + 1,))  # and, last, batches that were added
         self.batch_items = record("batch_items")  # the last batch's count, NaN if it was bad
         if saturates():  # the device's flag is not enough: other code may clear or set it between two batches
             self.saturated_batches = record("saturated_batches", (1,))
@@ -114,7 +114,7 @@ class OpenWindow(nn.Cell):
         cleared = self.accumulators.reset(after)
         cleared = ops.assign(self.window_position, ops.depend(ms.Tensor(0, ms.int32), cleared))
         cleared = ops.assign(self.window_unit, ops.depend(ms.Tensor(0.0, ms.float32), cleared))
-        cleared = ops.assign(self.window_sums, ops.depend(ops.zeros((4,), ms.float32), cleared))
+        cleared = ops.assign(self.window_sums, ops.depend(ops.zeros((SUMS + 1,), ms.float32), cleared))
         if saturates():
             cleared = ops.assign(self.saturated_batches, ops.depend(ops.zeros((1,), ms.float32), cleared))
         if self.records_noise:

@@ -93,6 +93,18 @@ class StepOfMindformers(TrainOneStepWithGradAccumulationCell):
 
     judges = False  # whether updates with a large norm are left out
     has_grouped_rates = False
+    _laid: tuple[nn.Cell, ...] = ()
+
+    def lay_inputs(self, laid: nn.Cell) -> None:
+        """Let `laid` put a batch's inputs on devices."""
+        self._laid = (laid,)
+        self.window.batch_sums = LaidSums(self.window.batch_sums, laid)
+
+    def _make_window(self) -> Any:
+        window = super()._make_window()
+        for laid in self._laid:
+            window.batch_sums = LaidSums(window.batch_sums, laid)
+        return window
 
     def note_rates(self, default: nn.Cell, groups: list[dict[str, Any]]) -> None:
         """Record the rates of groups with schedules of their own, where mindformers' monitor reads them."""
@@ -390,8 +402,7 @@ def _wrap(original: Callable, trainer: Any, network: nn.Cell, optimizer: nn.Opti
         wrapper.update(settings | built)
     if compiler_distributes() and mf_get_context("dataset_broadcast_opt_level"):
         # The ranks that mindformers sends the same samples are neighbours, which its _VirtualDatasetCell tells.
-        laid = trainer.wrap_eval_network_with_tool_cells(Inputs())
-        step.window.batch_sums = LaidSums(step.window.batch_sums, laid)
+        step.lay_inputs(trainer.wrap_eval_network_with_tool_cells(Inputs()))
     return step
 
 

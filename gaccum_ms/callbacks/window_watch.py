@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import mindspore as ms
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.callbacks.rate_length import warn_of_rates_for_batches
 from gaccum_ms.checkpoint.data_position import begin_anew
@@ -56,7 +54,7 @@ class WindowWatch(Callback):
         parameters = run_context.original_args()
         # Read now: an evaluation on the same data set, in Model.fit, resets it.
         parameters.skipped_batches = parameters.train_dataset.get_init_step() % max(parameters.batch_num, 1)
-        overwrite(self._step.run_record.epoch_batches, ms.Tensor(parameters.batch_num, ms.int32))
+        self._step.run_record.begin_training(parameters.batch_num)
         self._step.keep_records()
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
@@ -104,7 +102,7 @@ class WindowWatch(Callback):
 
     def on_train_end(self, run_context: RunContext) -> None:
         step = self._step
-        step.run_record.training_ended = True
+        step.run_record.end_training()
         begin_anew(run_context.original_args().train_dataset)  # if resume has set a position
         if not step.spans_batches or not int(step.window_position.asnumpy()):
             return

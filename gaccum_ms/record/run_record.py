@@ -52,6 +52,14 @@ class RunRecord(nn.Cell):
         self.epoch_batches = counter("epoch_batches")  # of the last ms.Model.train
         self.random_state = of_this_rank(own("random_state"), ms.get_rng_state())
 
+    def begin_training(self, epoch_batches: int) -> None:
+        """Called when an `ms.Model.train` begins."""
+        overwrite(self.epoch_batches, ms.Tensor(epoch_batches, ms.int32))
+
+    def end_training(self) -> None:
+        """Called when it has ended."""
+        self.training_ended = True
+
     def keep_random_state(self) -> None:
         """Keep the default generator's state for the next checkpoint."""
         overwrite_changed(self.random_state, ms.get_rng_state())

@@ -149,6 +149,10 @@ class MaxTokens(Splitter):
         self.plan = plan_tokens(rows.lengths, rows.before, widths, self.max_tokens)
         return [rows.micro_batch(samples, width) for width, samples in self.plan.parts]
 
+    def cut_into(self, tokens: int) -> None:
+        """Let micro-batches have this many tokens, which a search has found."""
+        self.max_tokens = tokens
+
     def worst_case(self, *inputs: Any) -> WorstCase:
         """The micro-batches that a search for the number of tokens tries with a batch. Nothing changes here."""
         rows, widths = self._read(inputs, None)

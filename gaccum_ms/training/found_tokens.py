@@ -52,6 +52,6 @@ class FoundTokens(AutomaticSize):
 
     def _set(self, size: int) -> None:
         self.size = size
-        self._tokens.max_tokens = size
+        self._tokens.cut_into(size)
         self._split.renew_graphs()
         gc.collect()

@@ -70,7 +70,7 @@ class Retrieval(ms.Callback):
         super().__init__()
         self.towers = towers
         self.pair = [Tensor(np.ascontiguousarray(half)) for half in held_out]
-        self.found = []
+        self.rates = []
 
     def similarities(self):
         left, right = self.towers(*self.pair)
@@ -79,7 +79,7 @@ class Retrieval(ms.Callback):
     def on_train_epoch_end(self, run_context):
         similarities = self.similarities()
         nearer = (similarities > similarities.diagonal()[:, None]).sum(1)
-        self.found.append(float((nearer < 5).mean()))
+        self.rates.append(float((nearer < 5).mean()))
 
 
 def train(network, args, pairs, held_out):
@@ -100,8 +100,8 @@ def draw(curves, retrieval, held_out, path):
     """Draw the retrieval rates over epochs, and some left halves with the nearest right halves."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, found in curves.items():
-        left.plot(range(1, len(found) + 1), found, label=name)
+    for name, rates in curves.items():
+        left.plot(range(1, len(rates) + 1), rates, label=name)
     left.set(xlabel="epochs", ylabel="own half among the 5 nearest", ylim=(0, None))
     left.legend()
     best = retrieval.similarities()[:24].argmax(1)
@@ -136,8 +136,8 @@ def main():
         ("the batch's loss: WithBatchLossCell", WithBatchLossCell),
     ):
         retrieval = train(network, args, pairs, held_out)
-        curves[name] = retrieval.found
-        print(f"{name}: {retrieval.found[-1]:.1%} of the left halves find their right half", flush=True)
+        curves[name] = retrieval.rates
+        print(f"{name}: {retrieval.rates[-1]:.1%} of the left halves find their right half", flush=True)
     draw(curves, retrieval, held_out, args.picture)
     print(f"picture: {args.picture}")
 

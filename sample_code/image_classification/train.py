@@ -51,8 +51,8 @@ class Evaluation(ms.Callback):
         self.weights.append(self.accuracy())
         with parameters.train_network.averaged_weights():
             self.averages.append(self.accuracy())
-        shown = f"accuracy {self.weights[-1]:.2%}, of the averages {self.averages[-1]:.2%}"
-        print(f"epoch {parameters.cur_epoch_num}: {shown}", flush=True)
+        accuracies = f"accuracy {self.weights[-1]:.2%}, of the averages {self.averages[-1]:.2%}"
+        print(f"epoch {parameters.cur_epoch_num}: {accuracies}", flush=True)
 
 
 def draw(evaluation, held_out, guesses, path):

@@ -60,7 +60,7 @@ class Corpus:
     @property
     def lengths(self) -> list[int]:
         """The number of labelled tokens of each sequence: all but the last."""
-        return [len(one) - 1 for one in self.sequences]
+        return [len(words) - 1 for words in self.sequences]
 
     def __len__(self) -> int:
         return len(self.sequences)

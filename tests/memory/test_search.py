@@ -104,6 +104,7 @@ def trained(size: int | None, room: int = 0) -> tuple[int, int]:
     return step.micro_batch_size, own("VmHWM") - before
 
 
+@pytest.mark.idle
 @pytest.mark.thorough
 def test_what_is_found_fits():
     """Training keeps the limit; with twice the samples it would not. benchmarks/memory_limit.py watches the search."""

@@ -25,6 +25,7 @@ from gaccum_ms import (
 from gaccum_ms.distributed import all_reduce as fused_reduction
 from gaccum_ms.distributed import layout as shards
 from gaccum_ms.learning_rate import current_learning_rate, multiply_learning_rate
+from tests.support import reference
 from tests.support.modes import eagerly
 from tests.support.reference import CLASSES, FEATURES, Classifier, _decayed, as_numpy, batches
 from tests.support.reuse import Reused
@@ -307,8 +308,12 @@ def joined_data(start: int, end: int) -> list[list[np.ndarray]]:
 
 def make_step(sharded: bool = True, **options) -> TrainOneStepWithGradAccumulationCell:
     network = make_network()
-    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 3, **options)
-    return TrainOneStepWithGradAccumulationCell(cell, make_optimizer("adam", network, sharded)).set_train()
+    return reference.make_step(
+        nn.WithLossCell(network, nn.CrossEntropyLoss()),
+        lambda weights: make_optimizer("adam", network, sharded),
+        micro_size=3,
+        **options,
+    )
 
 
 def run(step, start: int, end: int) -> dict[str, np.ndarray]:

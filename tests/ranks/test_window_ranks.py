@@ -14,6 +14,7 @@ import pytest
 from mindspore import Tensor, nn
 
 from gaccum_ms import resume
+from gaccum_ms.accumulation.sums import LOSS
 from gaccum_ms.backend.parameters import own
 from tests.ranks.window_worker import (
     ACCUMULATOR_CALLS,
@@ -386,11 +387,11 @@ def test_one_process_finishes_the_window_of_two_ranks(out, resumed, saved, pynat
 def test_one_process_goes_on_with_the_losses_of_both_ranks(out, resumed):
     files = [file_of(out, SAVED, rank) for rank in range(2)]
     saved = [ms.load_checkpoint(str(file)) for file in files]
-    losses = [float(values[own("window_sums")][0]) / float(values[own("window_unit")]) for values in saved]
+    losses = [float(values[own("window_sums")][LOSS]) / float(values[own("window_unit")]) for values in saved]
     step = make_model(True, accumulation_steps=STEPS).train_network
     resume(step, files)
     values = step.parameters_dict()
-    joined = float(values[own("window_sums")][0]) / float(values[own("window_unit")])
+    joined = float(values[own("window_sums")][LOSS]) / float(values[own("window_unit")])
     assert min(losses) > 0
     assert joined == pytest.approx(sum(losses), rel=1e-6)
 

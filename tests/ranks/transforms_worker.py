@@ -21,6 +21,7 @@ from gaccum_ms import (
     WeightAverage,
     resume,
 )
+from tests.support import reference
 from tests.support.modes import MODES
 from tests.support.reference import Regression, as_numpy, batches, vector
 from tests.support.two_ranks import Results
@@ -53,13 +54,9 @@ def set_up(mode: str) -> None:
 def make_step(sharded: bool = False) -> TrainOneStepWithGradAccumulationCell:
     """A step whose transforms are a judge, a clip and an average."""
     network = Regression()
-    cell = GradAccumulationCell(
-        network,
-        2,
-        accumulation_steps=STEPS,
-        transforms=(SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), WeightAverage(DECAY)),
-    )
-    return TrainOneStepWithGradAccumulationCell(cell, momentum(network, sharded)).set_train()
+    chain = SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), WeightAverage(DECAY)
+    options = {"micro_size": 2, "accumulation_steps": STEPS, "transforms": chain}
+    return reference.make_step(network, lambda weights: momentum(network, sharded), **options)
 
 
 def left(step: TrainOneStepWithGradAccumulationCell) -> Results:

@@ -255,6 +255,12 @@ def says(step, callbacks):
     raise RuntimeError(f"{type(get_real_models(step)).__name__}, loss {monitor._fix_loss_for_parallel(12.0)}")
 
 
+def says_its_sums(step, callbacks):
+    """What computes the sums of a batch after a callback has let windows span batches."""
+    step.let_windows_span_batches()
+    raise RuntimeError(type(step.window.batch_sums).__name__)
+
+
 CASES = {
     f"{who}, {kind}, {layout}": (
         lambda layout=layout, who=who, kind=kind: by_trainer(layout, who == "ours", kind == "per token"),
@@ -281,6 +287,7 @@ CASES |= {
         "all options per token": ALL_OPTIONS | {"per_token": True},
         "skipped": SKIPPED,
         "broadcast": {"broadcasts": 3},
+        "broadcast, then windows": {"broadcasts": 3, "after": says_its_sums},
         "local norm": {"wrapper": {"local_norm": True}},
         "interleaved": {"micro_batch_interleave_num": 2},
         "parts of sequences": {"parallel": {"seq_split_num": 2}},

@@ -297,6 +297,10 @@ def test_inputs_that_mindformers_broadcasts(steps, layout):
     assert trained.distance(expected.gradients) < ROUNDING
 
 
+def test_inputs_are_broadcast_too_when_windows_span_batches_later(steps):
+    assert steps("ours, broadcast, then windows, dp").message == "LaidSums"
+
+
 @pytest.mark.parametrize("layout", ["dp", "two stages"])
 def test_callbacks(steps, layout):
     """The monitor shows the mean; callbacks find the model behind `network` and `_backbone` ."""

@@ -188,6 +188,7 @@ def trained(tokens: int | str, room: int) -> tuple[int, int]:
     return split.max_tokens, own("VmHWM") - before
 
 
+@pytest.mark.idle
 @pytest.mark.thorough
 def test_what_is_found_fits():
     """Training keeps the limit; with twice the tokens it would not."""

@@ -33,6 +33,7 @@ from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.memory.proc import sizes_in
 from gaccum_ms.training.found_size import FoundSize
+from tests.support import reference
 from tests.support.alone import alone
 from tests.support.reference import OPTIMIZERS, Outer, Regression, as_numpy, batches, relative_error, vector
 from tests.support.state import assert_close, assert_identical
@@ -86,9 +87,7 @@ class WithStatistics(nn.Cell):
 def make_step(network, scale=None, **options):
     """A step of a network that returns its loss."""
     ms.set_seed(4)
-    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
-    cell = GradAccumulationCell(network, **options)
-    return TrainOneStepWithGradAccumulationCell(cell, optimizer, scale).set_train()
+    return reference.make_step(network, OPTIMIZERS["momentum"], scale, **options)
 
 
 def run(step, data):
