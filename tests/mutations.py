@@ -238,7 +238,7 @@ FAULTS = [
     Fault(
         "the sums of a window go on in the next",
         "accumulation/open_window.py",
-        "ops.assign(self.window_sums, ops.depend(ops.zeros((4,), ms.float32), cleared))",
+        "ops.assign(self.window_sums, ops.depend(ops.zeros((SUMS + 1,), ms.float32), cleared))",
         "ops.depend(self.window_sums, cleared)",
         "accumulation/test_windows.py -k batches_that_share",
     ),

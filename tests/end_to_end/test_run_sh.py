@@ -138,8 +138,8 @@ SHARED = "-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder 
     ("words", "call"),
     [
         ("test", f"{SHARED} -m not thorough"),
-        ("test all -x", f"{SHARED} -x"),
-        ("test rest --minutes 5", f"{SHARED} -m thorough --minutes 5"),
+        ("test all -x", f"{SHARED} -m not idle -x"),
+        ("test rest --minutes 5", f"{SHARED} -m thorough and not idle --minutes 5"),
         ("test -k launch", "-m pytest -k launch"),
         ("test parallel -x", "-m pytest tests/semi_auto -x"),
         ("test device -k overflow", "tests/device/report.py -k overflow"),
