@@ -18,7 +18,7 @@ from gaccum_ms.accumulation.sharded_accumulators import store_of
 from gaccum_ms.accumulation.weighing import ByCounts, ByCountsWithOutputs, BySamples, WeighingParts
 from gaccum_ms.accumulation.window import Window
 from gaccum_ms.backend.graphs import gradients_allowed
-from gaccum_ms.backend.random_operators import draws, shallow_copy, with_other_seeds
+from gaccum_ms.backend.random_operators import needs_copies, shallow_copy, with_other_seeds
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.options.options import Options
@@ -68,7 +68,7 @@ def combined(
         open_window = kinds.open_window("GradAccumulationCell", store, weighing.reduction, position, steps)
 
     def copy_of_weighing(number: int) -> nn.Cell | None:
-        if not draws(setup.network):
+        if not needs_copies(setup.network):
             return None
         first = number * (1 + options.losses)
         network = with_other_seeds(setup.network, first) if number else setup.network

@@ -72,6 +72,7 @@ get_grad_accumulation_shard = _private("mindspore.parallel._utils:_get_grad_accu
 
 _cell = nn.Cell()
 _attributes("Cell", _cell, "_cells", "_params", "_buffers", "_user_parameters", "_get_attr_from_cell")
+_attributes("Cell", _cell, "_forward_hook", "_forward_pre_hook")
 _attributes("Cell", _cell, "check_names_and_refresh_name", "compile_and_run", "compile_cache")
 _attributes("Parameter", ms.Parameter(ms.Tensor(0.0)), "assign_value", "data_ptr", "has_init", "init_data", "copy_")
 _attributes("GroupNorm", nn.GroupNorm, "_cal_output")

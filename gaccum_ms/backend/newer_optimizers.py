@@ -57,6 +57,31 @@ def refuse_uncompiled(owner: str, optimizer: nn.Cell) -> None:
         )
 
 
+def settings_of(optimizer: nn.Cell) -> list[dict[str, Any]]:
+    """The settings of each group, which a compiled update has as constants; not those of MindSpore's other optimizers,
+    which have no such groups."""
+    optimizer = without_shards(optimizer)
+    groups = optimizer.param_groups if isinstance(optimizer, ExperimentalOptimizer) else []
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def refuse_changed_settings(owner: str, optimizer: nn.Cell, compiled: list[dict[str, Any]]) -> None:
+    """Refuse settings that differ from those that a graph was compiled with: it would go on with the old ones."""
+    for number, (old, new) in enumerate(zip(compiled, settings_of(optimizer), strict=False)):
+        for name, value in old.items():
+            if not _is_same(value, new.get(name)):
+                raise RuntimeError(
+                    f"For '{owner}', the settings of the optimizer's groups must stay as they were when the update was "
+                    f"compiled, but got optimizer.param_groups[{number}][{name!r}] = {new.get(name)!r} instead of "
+                    f"{value!r}. Nothing was trained. Write a rate into its Parameter, by mindspore.ops.assign(group"
+                    f"['lr'], rate); or, in PyNative mode, compile nothing, with jit=False."
+                )
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return new is old or (not isinstance(old, ms.Tensor) and not isinstance(new, ms.Tensor) and bool(new == old))
+
+
 def refuse_fixed_rates(owner: str, optimizer: ExperimentalOptimizer) -> None:
     """Refuse an optimizer that ignores what is written into its rates."""
     if any(FIXED_RATE in group for group in optimizer.param_groups):

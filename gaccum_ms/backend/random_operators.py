@@ -4,6 +4,9 @@ In graph mode a random operator has the seeds that it was made with, or gets whe
 is in a graph twice, both copies of each operator would therefore draw the same numbers: the same dropout masks.
 `with_other_seeds` returns a network that shares everything with the first, Parameters too, but for the cells whose
 operators or code draw, and the cells around them: their operators have other seeds, and their code is compiled again.
+
+Cells with forward hooks are copied too: if a graph calls one twice, MindSpore runs its hooks twice in each call, or
+cannot compile it.
 """
 
 from __future__ import annotations
@@ -26,9 +29,13 @@ _METHODS = frozenset(name for name in dir(Tensor) if hasattr(getattr(Tensor, nam
 _OF_CHANNELS = (ops.Dropout2D, ops.Dropout3D)
 
 
-def draws(network: nn.Cell) -> bool:
-    """Whether the network has operators that draw random numbers."""
-    return any(_draws(cell) for _, cell in held_cells(network))
+def needs_copies(network: nn.Cell) -> bool:
+    """Whether the network has operators that draw random numbers, or forward hooks."""
+    return any(_draws(cell) or has_forward_hooks(cell) for _, cell in held_cells(network))
+
+
+def has_forward_hooks(cell: nn.Cell) -> bool:
+    return bool(cell._forward_hook or cell._forward_pre_hook)
 
 
 def with_other_seeds(network: nn.Cell, copy: int) -> nn.Cell:
@@ -110,9 +117,9 @@ class _Copies:
         self.made: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any) -> Any:
-        """The copy of a cell, operator, method or container; the value itself, if it does not draw."""
+        """The copy of a cell, operator, method or container; the value itself, if it needs no copy."""
         if isinstance(value, nn.Cell):
-            return self._of_cell(value) if draws(value) else value
+            return self._of_cell(value) if needs_copies(value) else value
         if _is_random(value):
             return self._of_operator(value)
         if type(value) in (list, tuple):

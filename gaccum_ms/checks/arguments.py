@@ -73,6 +73,12 @@ def check_is_optimizer(owner: str, optimizer: Any) -> None:
         raise TypeError(
             f"For '{owner}', the argument 'optimizer' must be an nn.Optimizer, but got '{type(optimizer).__name__}'."
         )
+    complex_weights = [weight.name for weight in optimizer.parameters if weight.dtype in (ms.complex64, ms.complex128)]
+    if complex_weights:
+        raise TypeError(
+            f"For '{owner}', the optimizer's parameters must be real, because accumulators are, but got complex ones: "
+            f"{first_of(complex_weights)}. Keep real and imaginary part as two Parameters."
+        )
 
 
 def check_optimizer(owner: str, network: nn.Cell, optimizer: Any) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 
 from gaccum_ms.backend.graphs import runs_eagerly
-from gaccum_ms.backend.newer_optimizers import list_rates, refuse_uncompiled
+from gaccum_ms.backend.newer_optimizers import list_rates, refuse_changed_settings, refuse_uncompiled, settings_of
 from gaccum_ms.backend.storage import keep_in_place, parameters_of
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
 from gaccum_ms.training.averages import average_of
@@ -34,6 +34,7 @@ class Lifecycle:
         self._open_window = open_window
         self._position = position
         self._jit = jit
+        self._settings: list[dict[str, Any]] | None = None  # of the optimizer's groups, when it was compiled
 
     def begin_call(self) -> None:
         """Before each batch, flush and change: refuse what cannot be trained or continued."""
@@ -44,6 +45,10 @@ class Lifecycle:
             )
         if runs_eagerly(self._jit):
             refuse_uncompiled(self._record.owner, self._update.optimizer)
+        elif self._settings is None:
+            self._settings = settings_of(self._update.optimizer)
+        else:
+            refuse_changed_settings(self._record.owner, self._update.optimizer, self._settings)
         if not self._record.begun or self._record.loaded:
             self._record.begin(self._open_window, int(self._position.asnumpy()))
 

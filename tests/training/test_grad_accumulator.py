@@ -771,6 +771,20 @@ def test_refuses_bad_arguments(arguments, error, message):
         GradAccumulator(**{"optimizer": optimizer, "accumulation_steps": 2, **arguments})
 
 
+class Plain(nn.Optimizer):
+    """An optimizer that would take complex weights, as few of MindSpore's do."""
+
+    def construct(self, gradients):
+        return True
+
+
+def test_refuses_complex_weights():
+    """Accumulators would hold their real parts alone."""
+    wave = ms.Parameter(Tensor(np.array([1 + 1j], np.complex64)), name="wave")
+    with pytest.raises(TypeError, match=r"the optimizer\'s parameters must be real, .*: wave. Keep real"):
+        GradAccumulator(Plain(0.1, [wave]), 2)
+
+
 def test_refuses_bad_batches_before_anything_changes():
     refused = [
         (((),), ValueError, r"number and shapes of the optimizer's parameters, \[\(2,\)\], but got \[\]"),

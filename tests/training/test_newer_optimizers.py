@@ -153,6 +153,34 @@ def test_an_optimizer_without_kernels_is_refused():
         GradAccumulator(optimizer, 2)
 
 
+def updates_of(make, change, **options):
+    """An accumulator's weights after two updates, with `change(group)` between them."""
+    weight = ms.Parameter(Tensor([1.0, 1.0]), name="weight")
+    optimizer = optim.SGD([weight], lr=0.5)
+    step = make(optimizer, **options)
+    step((Tensor([1.0, 1.0]),))
+    change(optimizer.param_groups[0])
+    step((Tensor([1.0, 1.0]),))
+    return weight.asnumpy().tolist()
+
+
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.0), ("weight_decay", 0.5), ("lr", ms.Parameter(Tensor(0.0)))])
+def test_settings_that_a_compiled_update_does_not_read_are_refused(mode, name, value):
+    """MindSpore's own graphs ignore them. What is written into a rate's Parameter is read."""
+    ms.set_context(mode=MODES[mode])
+    message = rf"param_groups\[0\]\['{name}'\] = .* instead of .*Nothing was trained. .*mindspore.ops.assign"
+    with pytest.raises(RuntimeError, match=message):
+        updates_of(GradAccumulator, lambda group: group.update({name: value}), accumulation_steps=1)
+    by_assign = updates_of(GradAccumulator, lambda group: ms.ops.assign(group["lr"], 0.0), accumulation_steps=1)
+    assert by_assign == [0.5, 0.5]
+
+
+def test_an_eager_update_reads_all_settings(pynative):
+    options = {"accumulation_steps": 1, "jit": False}
+    assert updates_of(GradAccumulator, lambda group: group.update(lr=0.0), **options) == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_an_optimizer_that_writes_nothing_is_refused_before_the_first_batch(name, pynative):
     """MindSpore's own step silently trains nothing with it."""
