@@ -21,13 +21,14 @@ def advice_about_hooked_weights(network: nn.Cell) -> str | None:
     )
 
 
-def advice_about_hooks_in_two_passes(network: nn.Cell) -> str | None:
-    """What to say about forward hooks in a compiled network that a graph calls twice; None if there are none."""
+def advice_about_forward_hooks(network: nn.Cell) -> str | None:
+    """What to say about forward hooks in a network that a graph calls twice; None if there are none."""
     names = [name or type(cell).__name__ for name, cell in held_cells(network) if has_forward_hooks(cell)]
     if not names:
         return None
     return (
-        f"For 'WithBatchLossCell', the backbone has {len(names)} Cell(s) with forward hooks ({first_of(names)}), which "
-        f"MindSpore runs too often where a graph calls a Cell twice: losses and gradients are then wrong. Write into "
-        f"'construct' what the hooks do; or train in PyNative mode, without 'jit'."
+        f"For 'GradAccumulationCell', the network has {len(names)} Cell(s) with forward hooks ({first_of(names)}), "
+        f"which MindSpore runs too often where a graph calls a Cell twice, as with a 'WithBatchLossCell' and in "
+        f"semi-auto and auto parallel mode: if a hook changes values, loss and gradient are wrong. Write into "
+        f"'construct' what it does."
     )

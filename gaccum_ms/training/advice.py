@@ -15,7 +15,7 @@ from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.cell import check_inputs
 from gaccum_ms.distributed.ranks import advice_about_ranks
 from gaccum_ms.layers.batchnorm import advice_about_batch_norm, advice_about_one_value
-from gaccum_ms.layers.hooks import advice_about_hooked_weights, advice_about_hooks_in_two_passes
+from gaccum_ms.layers.hooks import advice_about_forward_hooks, advice_about_hooked_weights
 from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.layers.summaries import advice_about_summaries
 from gaccum_ms.losses.batch_loss import advice_about_two_passes
@@ -92,8 +92,8 @@ class Advice:
                 advice_about_summaries(network),
                 advice_about_hooked_weights(network),
             ]
-            if self._setup.of_batch and not runs_eagerly(bool(options.jit)):
-                texts.append(advice_about_hooks_in_two_passes(network))
+            if self._setup.compiler_distributes or (self._setup.of_batch and not runs_eagerly(bool(options.jit))):
+                texts.append(advice_about_forward_hooks(network))
             if options.loss_is_mean:
                 texts += advice_about_losses(network, options.counts, batch)
         return texts

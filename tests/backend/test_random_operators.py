@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms.backend.random_operators import draws, with_other_seeds
+from gaccum_ms.backend.random_operators import needs_copies, with_other_seeds
 from tests.support.reference import Outer, make_step
 
 CALLS = 3  # of a step with at most four micro-batches
@@ -123,7 +123,9 @@ class Plain(nn.Cell):
 def test_a_copy_shares_everything_that_does_not_draw():
     network = Plain()
     copied = with_other_seeds(network, 1)
-    assert draws(network) and not any(draws(one) for one in (network.layers[1], network.layers[2], network.head))
+    assert needs_copies(network) and not any(
+        needs_copies(one) for one in (network.layers[1], network.layers[2], network.head)
+    )
     assert copied.head is network.head and copied.parent is network.parent and copied.layers[0] is network.layers[0]
     assert [id(one) for one in copied.get_parameters()] == [id(one) for one in network.get_parameters()]
     ours, theirs = copied.layers[3], network.layers[3]
