@@ -47,7 +47,7 @@ def run(out: Path, *cases: str, **variables: str) -> dict[str, dict[str, Any]]:
     env = {k: v for k, v in os.environ.items() if k not in (VARIABLE, OLD_VARIABLE, "GLOG_v")}
     env |= {"PYTHONPATH": str(ROOT), "ONEDNN_VERBOSE": "1", **variables}
     command = [sys.executable, str(Path(__file__).with_name("instructions_worker.py")), str(out), *cases]
-    finished = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=300)
+    finished = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=1500)
     found = {}
     for case in cases:
         printed = (out / f"{case}.txt").read_text()

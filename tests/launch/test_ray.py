@@ -39,8 +39,8 @@ class RayCluster:
     def __init__(self, log: Path, prefix: list[str]) -> None:
         self._nodes: list[psutil.Popen] = []
         self._log = log
-        assert any(self._head_starts() for _ in range(5)), log.read_text()
-        assert any(self._starts(prefix, f"--address={self.address}") for _ in range(5)), log.read_text()
+        wait_until(self._head_starts)
+        wait_until(lambda: self._starts(prefix, f"--address={self.address}"))
 
     def _head_starts(self) -> bool:
         (port,) = free_ports(1)

@@ -162,14 +162,16 @@ return [empty, Math.max(...children.map(below)), document.documentElement.scroll
 @pytest.mark.thorough
 @pytest.mark.parametrize("records", [1, 3])
 @pytest.mark.parametrize("charts", [1, 2, 11])
-def test_a_page_has_no_hole_on_a_screen_and_on_a_phone(browser, record, charts, records):
-    """In a browser. The last record has a long name."""
+def test_a_page_has_no_hole_on_a_screen_and_on_a_phone(browser, record, charts, records, monkeypatch):
+    """In a browser. The last record has a long name; the page shows paths, so these are short."""
     most = {"loss_terms": [1.0, 2.0], "dropped_micro_batches": 1} | {field: 1.0 for field in FIELDS.values() if field}
     fields = {1: {}, 2: {"seconds": 1.0}, 11: most}[charts]
     names = ["a.jsonl", "b.jsonl", f"{'record' * 20}.jsonl"][-records:]
-    page = report(*(record(line(1, **fields), line(2, **fields), name=name) for name in names))
+    paths = [record(line(1, **fields), line(2, **fields), name=name) for name in names]
+    monkeypatch.chdir(paths[0].parent)
+    page = report(*(Path(path.name) for path in paths))
     assert len(page.sections) == charts
-    browser.get(page.path.as_uri())
+    browser.get(page.path.resolve().as_uri())
     for width in (390, 1280):
         set_width(browser, width)
         empty, below, page_width = browser.execute_script(HOLES)
