@@ -614,8 +614,8 @@ FAULTS = [
     Fault(
         "a compiled update goes on with old settings of the optimizer's groups",
         "training/lifecycle.py",
-        "            refuse_changed_settings(self._record.owner, self._update.optimizer, self._settings)\n",
-        "            pass\n",
+        "        refuse_changed_settings(self._record.owner, self._update.optimizer, self._settings)\n",
+        "",
         "training/test_newer_optimizers.py -k settings",
     ),
     Fault(

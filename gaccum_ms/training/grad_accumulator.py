@@ -330,7 +330,7 @@ class GradAccumulator(nn.Cell):
         return bool(updated.asnumpy())
 
     def _begin_call(self) -> None:
-        self._lifecycle.begin_call()
+        self._lifecycle.begin_batch()
         if self._schedulers is not None:
             self._schedulers.begin(self.update_count)
             self._step_schedulers()  # a checkpoint may be from between an update and its schedulers

@@ -45,12 +45,17 @@ class Lifecycle:
             )
         if runs_eagerly(self._jit):
             refuse_uncompiled(self._record.owner, self._update.optimizer)
-        elif self._settings is None:
-            self._settings = settings_of(self._update.optimizer)
-        else:
-            refuse_changed_settings(self._record.owner, self._update.optimizer, self._settings)
         if not self._record.begun or self._record.loaded:
             self._record.begin(self._open_window, int(self._position.asnumpy()))
+
+    def begin_batch(self) -> None:
+        """The same before a batch, which may be compiled with the settings that the optimizer has now."""
+        self.begin_call()
+        if runs_eagerly(self._jit):
+            return
+        if self._settings is None:
+            self._settings = settings_of(self._update.optimizer)
+        refuse_changed_settings(self._record.owner, self._update.optimizer, self._settings)
 
     def keep_in_place(self, cell: nn.Cell) -> None:
         """Make compiled graphs see writes into the Parameters of `cell` , also graphs of which it becomes a part."""

@@ -382,7 +382,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 f"For '{_NAME}', a batch must be given by position, in the order of the network's 'construct', but got "
                 f"{', '.join(named)} by name."
             )
-        self._lifecycle.begin_call()
+        self._lifecycle.begin_batch()
         self.run_record.training_ended = False
         batch = self._runner.prepare(inputs)
         self.advice.look(self.spans_batches, batch.sizes, batch.network_inputs)

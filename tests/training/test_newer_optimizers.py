@@ -156,8 +156,10 @@ def test_an_optimizer_without_kernels_is_refused():
 def updates_of(make, change, **options):
     """An accumulator's weights after two updates, with `change(group)` between them."""
     weight = ms.Parameter(Tensor([1.0, 1.0]), name="weight")
-    optimizer = optim.SGD([weight], lr=0.5)
+    optimizer = optim.SGD([weight], lr=0.5, weight_decay=1.0)
     step = make(optimizer, **options)
+    step.set_accumulation_steps(1)
+    optimizer.param_groups[0]["weight_decay"] = 0.0  # before the first batch, all may be set
     step((Tensor([1.0, 1.0]),))
     change(optimizer.param_groups[0])
     step((Tensor([1.0, 1.0]),))
