@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import mint, nn
+from mindspore import mint, nn, ops
 
+from gaccum_ms.backend.code_of_cells import calls_of
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.counts import CountSamples
 from gaccum_ms.losses.counts_of_labels import CountNotIgnored
 
 _OF_LABELS = (nn.CrossEntropyLoss, nn.NLLLoss, mint.nn.CrossEntropyLoss, mint.nn.NLLLoss)
+_FUNCTIONS = (ops.cross_entropy, ops.nll_loss)  # the same losses, as functions
 _OF_BATCH = {
     nn.RMSELoss: "a root of a mean",
     nn.DiceLoss: "a quotient of sums",
@@ -30,6 +32,25 @@ def losses_of_labels(network: nn.Cell) -> dict[str, nn.Cell]:
     }
 
 
+class FunctionOfLabels(NamedTuple):
+    """Such a loss that a Cell's code calls, with the arguments of MindSpore's functions."""
+
+    weight: Any = None
+    ignore_index: Any = -100
+    reduction: Any = "mean"
+
+
+def functions_of_labels(network: nn.Cell) -> dict[str, FunctionOfLabels]:
+    """The calls of these losses in the network's code, by function."""
+    calls = [
+        (name, FunctionOfLabels(**arguments))
+        for _, cell in held_cells(network)
+        if not type(cell).__module__.startswith("mindspore.")
+        for name, arguments in calls_of(cell, _FUNCTIONS, FunctionOfLabels._fields)
+    ]
+    return {name: call for name, call in calls if call.reduction == "mean" and isinstance(call.ignore_index, int)}
+
+
 def advice_about_losses(network: nn.Cell, counts: Sequence[Any], batch: Sequence[ms.Tensor] | None = None) -> list[str]:
     """What to say about known losses that are weighed in a wrong way. `counts` : of its losses; None counts samples."""
     if isinstance(network, WithBatchLossCell):
@@ -41,7 +62,7 @@ def advice_about_losses(network: nn.Cell, counts: Sequence[Any], batch: Sequence
     told = [_of_batch(name, kind) for name, kind in of_batch.items() if name.rpartition(".")[0] not in of_batch]
     by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
     by_labels = all(type(count) is CountNotIgnored for count in counts)
-    for name, loss in losses_of_labels(network).items():
+    for name, loss in {**losses_of_labels(network), **functions_of_labels(network)}.items():
         if loss.weight is not None:
             if (by_samples or by_labels) and (batch is None or integer_inputs(batch)):
                 told.append(_of_class_weights(name, loss))
@@ -58,7 +79,7 @@ def _of_batch(name: str, kind: str) -> str:
     )
 
 
-def _of_class_weights(name: str, loss: nn.Cell) -> str:
+def _of_class_weights(name: str, loss: nn.Cell | FunctionOfLabels) -> str:
     index = "" if loss.ignore_index == -100 else f", {loss.ignore_index}"
     return (
         f"For 'GradAccumulationCell', the loss '{name}' has class weights and divides by the weights of the labels' "
@@ -67,7 +88,7 @@ def _of_class_weights(name: str, loss: nn.Cell) -> str:
     )
 
 
-def _of_ignored(name: str, loss: nn.Cell, position: int, inputs: int) -> str:
+def _of_ignored(name: str, loss: nn.Cell | FunctionOfLabels, position: int, inputs: int) -> str:
     index = "" if loss.ignore_index == -100 else str(loss.ignore_index)
     where = "" if position == inputs - 1 else f"position={position}"
     return (
@@ -84,7 +105,7 @@ def integer_inputs(batch: Sequence[Any]) -> list[int]:
     return [index for index, value in enumerate(batch) if isinstance(value, ms.Tensor) and value.dtype in _INTEGERS]
 
 
-def _ignored(loss: nn.Cell, batch: Sequence[ms.Tensor]) -> int | None:
+def _ignored(loss: nn.Cell | FunctionOfLabels, batch: Sequence[ms.Tensor]) -> int | None:
     """The position of the labels, if samples have different numbers of ignored ones."""
     for position in reversed(integer_inputs(batch)):
         labels = batch[position].asnumpy()

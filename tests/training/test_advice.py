@@ -156,6 +156,58 @@ def test_the_remedy_fits_the_loss(loss, labels, options, said, pynative):
     assert all(said in text for text in texts)
 
 
+class Functional(nn.Cell):
+    """A loss that the code of a Cell calls as a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = dense()
+        self.importance, self.unused, self.kept_out = Tensor(WEIGHTS), None, 2
+
+    def construct(self, x, y):
+        return ops.cross_entropy(self.net(x), y)
+
+
+class Weighted(Functional):
+    def construct(self, x, y):
+        return ops.cross_entropy(self.net(x), y, self.importance)
+
+
+class OtherIndex(Functional):
+    def construct(self, x, y):
+        return ops.cross_entropy(self.net(x), y, weight=self.unused, ignore_index=self.kept_out)
+
+
+class LogLikelihood(Functional):
+    def construct(self, x, y):
+        return self.of(ops.log_softmax(self.net(x)), y)
+
+    def of(self, logs, y):
+        return ops.nll_loss(logs, y, ignore_index=-100)
+
+
+class PerSample(Functional):
+    def construct(self, x, y):
+        return ops.cross_entropy(self.net(x), y, self.importance, reduction="none").mean()
+
+
+@pytest.mark.parametrize(
+    ("network", "labels", "said"),
+    [
+        (Functional, IGNORED, "'ops.cross_entropy' is a mean over the labels that are not -100"),
+        (Functional, LABELS, None),
+        (Weighted, LABELS, "CountClassWeights(weight)"),
+        (OtherIndex, LABELS, "count=gaccum_ms.CountNotIgnored(2);"),
+        (LogLikelihood, IGNORED, "'ops.nll_loss' is a mean over"),
+        (PerSample, LABELS, None),
+    ],
+)
+def test_losses_that_are_called_as_functions_are_told_too(network, labels, said, pynative):
+    texts = told(make_step(network(), micro_size=4), X, labels)
+    assert len(texts) == (said is not None), texts
+    assert all(said in text for text in texts)
+
+
 def test_losses_of_mint_are_known_too():
     """MindSpore has no kernels for them on CPU."""
     for kind in (mint.nn.CrossEntropyLoss, mint.nn.NLLLoss):
