@@ -40,15 +40,15 @@ class FunctionOfLabels(NamedTuple):
     reduction: Any = "mean"
 
 
-def functions_of_labels(network: nn.Cell) -> dict[str, FunctionOfLabels]:
-    """The calls of these losses in the network's code, by function."""
+def functions_of_labels(network: nn.Cell) -> list[tuple[str, FunctionOfLabels]]:
+    """The calls of these losses in the network's code, each with the function's name there."""
     calls = [
         (name, FunctionOfLabels(**arguments))
         for _, cell in held_cells(network)
         if not type(cell).__module__.startswith("mindspore.")
         for name, arguments in calls_of(cell, _FUNCTIONS, FunctionOfLabels._fields)
     ]
-    return {name: call for name, call in calls if call.reduction == "mean" and isinstance(call.ignore_index, int)}
+    return [(name, call) for name, call in calls if call.reduction == "mean" and isinstance(call.ignore_index, int)]
 
 
 def advice_about_losses(network: nn.Cell, counts: Sequence[Any], batch: Sequence[ms.Tensor] | None = None) -> list[str]:
@@ -62,14 +62,14 @@ def advice_about_losses(network: nn.Cell, counts: Sequence[Any], batch: Sequence
     told = [_of_batch(name, kind) for name, kind in of_batch.items() if name.rpartition(".")[0] not in of_batch]
     by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
     by_labels = all(type(count) is CountNotIgnored for count in counts)
-    for name, loss in {**losses_of_labels(network), **functions_of_labels(network)}.items():
+    for name, loss in (*losses_of_labels(network).items(), *functions_of_labels(network)):
         if loss.weight is not None:
             if (by_samples or by_labels) and (batch is None or integer_inputs(batch)):
                 told.append(_of_class_weights(name, loss))
         elif by_samples and batch is not None:
             position = _ignored(loss, batch)
             told += [] if position is None else [_of_ignored(name, loss, position, len(batch))]
-    return told
+    return list(dict.fromkeys(told))
 
 
 def _of_batch(name: str, kind: str) -> str:

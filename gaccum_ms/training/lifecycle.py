@@ -37,7 +37,7 @@ class Lifecycle:
         self._settings: list[dict[str, Any]] | None = None  # of the optimizer's groups, when it was compiled
 
     def begin_call(self) -> None:
-        """Before each batch, flush and change: refuse what cannot be trained or continued."""
+        """Before each batch, flush and other change: refuse what cannot be trained or continued."""
         if self._average is not None and self._average.swapped:
             raise RuntimeError(
                 f"For '{self._record.owner}', there must be no training within 'averaged_weights()', where the weights "
@@ -49,7 +49,7 @@ class Lifecycle:
             self._record.begin(self._open_window, int(self._position.asnumpy()))
 
     def begin_batch(self) -> None:
-        """The same before a batch, which may be compiled with the settings that the optimizer has now."""
+        """The same before a batch or a flush, which may be compiled with the settings that the optimizer has now."""
         self.begin_call()
         if runs_eagerly(self._jit):
             return

@@ -324,7 +324,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         Returns:
             bool, whether an update was made.
         """
-        self._lifecycle.begin_call()
+        self._lifecycle.begin_batch()
         if not self.spans_batches:
             return False
         with self.around_flush(), self._on_ranks_that_agree():

@@ -191,6 +191,14 @@ class PerSample(Functional):
         return ops.cross_entropy(self.net(x), y, self.importance, reduction="none").mean()
 
 
+class Two(Functional):
+    """The second call neither hides the first nor is told as another one."""
+
+    def construct(self, x, y):
+        first = ops.cross_entropy(self.net(x), y, self.importance) + ops.cross_entropy(self.net(x), y, self.importance)
+        return first + ops.cross_entropy(self.net(x), y)
+
+
 @pytest.mark.parametrize(
     ("network", "labels", "said"),
     [
@@ -200,6 +208,7 @@ class PerSample(Functional):
         (OtherIndex, LABELS, "count=gaccum_ms.CountNotIgnored(2);"),
         (LogLikelihood, IGNORED, "'ops.nll_loss' is a mean over"),
         (PerSample, LABELS, None),
+        (Two, LABELS, "CountClassWeights(weight)"),
     ],
 )
 def test_losses_that_are_called_as_functions_are_told_too(network, labels, said, pynative):
@@ -373,6 +382,41 @@ def test_summaries_are_told_to_be_of_the_last_micro_batch():
     texts = told(make_step(WithSummary()), X)
     assert len(texts) == 1
     assert "records summaries (WithSummary), and of a batch only the last micro-batch's is kept" in texts[0]
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+class MeanSquare(nn.Cell):
+    def construct(self, outputs):
+        return (outputs**2).mean()
+
+
+def twice(cell, inputs, outputs):
+    return outputs * 2
+
+
+def clipped(gradient):
+    return gradient.clip(-1, 1)
+
+
+def test_a_hook_of_a_weight_is_told_to_see_micro_batches(pynative):
+    for micro_size, number in ((1, 0), (2, 1)):
+        network = Regression()
+        network.hidden.register_hook(clipped)
+        texts = told(make_step(network, micro_size=micro_size), np.ones((4, 12), np.float32), np.ones(4, np.float32))
+        assert len(texts) == number
+        assert all("1 weight(s) have hooks (hidden), which get each micro-batch's part" in text for text in texts)
+
+
+def test_forward_hooks_in_a_compiled_loss_of_the_batch_are_told(pynative):
+    for jit, number in ((False, 0), (True, 1)):
+        backbone = dense()
+        backbone.register_forward_hook(twice)
+        texts = told(make_step(WithBatchLossCell(backbone, MeanSquare()), micro_size=2, jit=jit), X)
+        assert len(texts) == number
+        text = "1 Cell(s) with forward hooks (backbone), which MindSpore runs too often where"
+        assert all(text in each for each in texts)
 
 
 # -- MindSpore's DistributedDataParallel -------------------------------------------------------------------------------

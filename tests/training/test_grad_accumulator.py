@@ -781,7 +781,7 @@ class Plain(nn.Optimizer):
 def test_refuses_complex_weights():
     """Accumulators would hold their real parts alone."""
     wave = ms.Parameter(Tensor(np.array([1 + 1j], np.complex64)), name="wave")
-    with pytest.raises(TypeError, match=r"the optimizer\'s parameters must be real, .*: wave. Keep real"):
+    with pytest.raises(TypeError, match=r"the optimizer's parameters must be real, .*: wave. Keep real"):
         GradAccumulator(Plain(0.1, [wave]), 2)
 
 

@@ -153,11 +153,11 @@ def test_an_optimizer_without_kernels_is_refused():
         GradAccumulator(optimizer, 2)
 
 
-def updates_of(make, change, **options):
+def updates_of(change, **options):
     """An accumulator's weights after two updates, with `change(group)` between them."""
     weight = ms.Parameter(Tensor([1.0, 1.0]), name="weight")
     optimizer = optim.SGD([weight], lr=0.5, weight_decay=1.0)
-    step = make(optimizer, **options)
+    step = GradAccumulator(optimizer, 1, **options)
     step.set_accumulation_steps(1)
     optimizer.param_groups[0]["weight_decay"] = 0.0  # before the first batch, all may be set
     step((Tensor([1.0, 1.0]),))
@@ -173,14 +173,24 @@ def test_settings_that_a_compiled_update_does_not_read_are_refused(mode, name, v
     ms.set_context(mode=MODES[mode])
     message = rf"param_groups\[0\]\['{name}'\] = .* instead of .*Nothing was trained. .*mindspore.ops.assign"
     with pytest.raises(RuntimeError, match=message):
-        updates_of(GradAccumulator, lambda group: group.update({name: value}), accumulation_steps=1)
-    by_assign = updates_of(GradAccumulator, lambda group: ms.ops.assign(group["lr"], 0.0), accumulation_steps=1)
+        updates_of(lambda group: group.update({name: value}))
+    by_assign = updates_of(lambda group: ms.ops.assign(group["lr"], 0.0))
     assert by_assign == [0.5, 0.5]
 
 
+def test_a_flush_refuses_changed_settings_too(pynative):
+    optimizer = optim.SGD((network := Regression()).trainable_params(), lr=0.5)
+    cell = GradAccumulationCell(network, accumulation_steps=2, jit=True)
+    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    step(Tensor(X[0]), Tensor(Y[0]))
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['lr'\] = 0.0"):
+        step.flush()
+    assert int(step.window_position.asnumpy()) == 1, "the window is still open"
+
+
 def test_an_eager_update_reads_all_settings(pynative):
-    options = {"accumulation_steps": 1, "jit": False}
-    assert updates_of(GradAccumulator, lambda group: group.update(lr=0.0), **options) == [0.5, 0.5]
+    assert updates_of(lambda group: group.update(lr=0.0), jit=False) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
