@@ -9,7 +9,6 @@ __version__ = "0.2.0"
 __all__ = [
     "AccumulationScheduler",
     "Accumulators",
-    "AdaScale",
     "AdaptiveAccumulation",
     "AdaptiveGradientClip",
     "AuditReport",
@@ -68,7 +67,6 @@ if not _is_command:
     from gaccum_ms.auditing.audit import audit
     from gaccum_ms.auditing.report import AuditReport
     from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation
-    from gaccum_ms.callbacks.adascale import AdaScale
     from gaccum_ms.callbacks.flush import FlushAccumulation
     from gaccum_ms.callbacks.monitor import WindowMonitor
     from gaccum_ms.callbacks.noise_scale import GradNoiseScale

@@ -104,15 +104,15 @@ class GradAccumulationCell(nn.Cell):
             :class:`SkipSpikes` , :class:`WeightAverage` , your own :class:`Transform` , or a function that maps
             the tuple of gradients, float32 and without loss scale, to such a tuple. `max_grad_norm` comes before them.
             Default: ``()`` .
-        accumulators (Accumulators, optional): How gradients are kept while they add up: dtype, Kahan's compensation,
-            in whole or sharded over ranks. Default: ``None`` , ``Accumulators()`` .
+        accumulators (Accumulators, optional): How gradients are kept while they add up: dtype, and Kahan's
+            compensation. Default: ``None`` , ``Accumulators()`` .
         overflow (str, optional): The effect of a gradient that is not finite. ``"drop_window"`` : with a loss scale,
             the window does not update. ``"drop_micro_batch"`` : the micro-batch is left out, only on its rank, and the
             rest is divided by the remaining total of all ranks; ranks are then weighted by their samples or counts. A
             dynamic loss scale is reduced too. Default: ``"drop_window"`` .
         record_noise (bool, optional): Record the squared gradient norms of the window's first micro-batch and of the
             window, in ``noise_sums`` and ``grad_norm`` of the step, for :class:`GradNoiseScale` ,
-            :class:`AdaptiveAccumulation` and :class:`AdaScale` . Default: ``False`` .
+            and :class:`AdaptiveAccumulation` . Default: ``False`` .
         aux (bool, optional): Whether the network returns more than its loss: a tuple (loss, \*aux), or (numerator,
             denominator, \*aux). The training step returns `aux` after its own outputs; `aux` has no gradient. A Tensor
             with an axis of samples is joined along it over all micro-batches, in the batch's order; one that no sample

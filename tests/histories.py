@@ -165,11 +165,9 @@ class History:
         """A batch for each rank."""
         setup = self.setup
         first = not int(self.trainer.batch_count.asnumpy())  # later ones may be short
-        least = setup.micro_size or 1 if first or setup.sharded else 1
+        least = setup.micro_size or 1 if first else 1
         lengths = [one for one in self.lengths if one >= least] or [max(self.lengths)]
         lengths = self.random.choice(lengths, self.ranks).tolist()
-        if setup.sharded:  # ranks must have equally many micro-batches
-            lengths = lengths[:1] * self.ranks
         return [random_batch(self.random, setup, one) for one in lengths]
 
     def poison(self, batches: Sequence[Inputs]) -> str:
@@ -255,7 +253,7 @@ class History:
         """End the open window. Before it, some ranks may get a batch that the others do not."""
         window = len(self.oracle.windows[0])
         begun = 0 < window < self.oracle.steps - 1
-        if self.ranks > 1 and self.random.random() < 0.5 and begun and not self.setup.sharded:
+        if self.ranks > 1 and self.random.random() < 0.5 and begun:
             batches = self.batches()
             absent = int(self.random.integers(self.ranks))
             self.log.append(f"train {[len(batch[0]) for batch in batches]}, but not on rank {absent}")
@@ -459,7 +457,7 @@ class History:
             changed["micro_size"] = int(self.random.integers(1, 4))
         if setup.steps > 1 and self.random.random() < 0.5:
             changed["steps"] = int(self.random.integers(2, 5))
-        if self.random.random() < 0.3 and not setup.sharded:
+        if self.random.random() < 0.3:
             changed["compensated"] = not setup.compensated
         return Setup(**vars(setup) | changed)
 
@@ -490,7 +488,7 @@ class History:
 
     def end(self) -> dict[str, Any]:
         """What the next segment, on another number of ranks, needs."""
-        if self.oracle.position and (self.setup.bare_sum or self.setup.sharded):
+        if self.oracle.position and self.setup.bare_sum:
             self.flush()
         ms.save_checkpoint(self.trainer, str(self.file(self.rank)))
         files = [str(self.file(rank)) for rank in range(self.ranks)]

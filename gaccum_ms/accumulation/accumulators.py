@@ -22,7 +22,7 @@ PREFIX = "accu_grads."
 COMPENSATION_PREFIX = "accu_compensation."
 
 
-def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str = PREFIX) -> ms.ParameterTuple:
+def allocate(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) -> ms.ParameterTuple:
     """Zero accumulators named after their weights (``accu_grads.<weight>``), not trainable. With None, each has its
     weight's dtype."""
     return ms.ParameterTuple(
@@ -73,8 +73,6 @@ def _read_compensated(accumulator: ms.Parameter, compensation: ms.Parameter) -> 
 class NoSums(nn.Cell):
     """For a window that always is one micro-batch: its gradients need no accumulators."""
 
-    reduces = False
-
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
         self.sums = ms.ParameterTuple(())
@@ -89,25 +87,21 @@ class NoSums(nn.Cell):
 class GradientSums(nn.Cell):
     """The accumulators of a window, with or without compensation: add, read, reset."""
 
-    reduces = False  # whether each addition reduces over all ranks
-
     def __init__(
         self,
         weights: Sequence[ms.Parameter],
         dtype: ms.Type | None,
         compensated: bool,
-        prefix: str = PREFIX,
-        compensation_prefix: str = COMPENSATION_PREFIX,
         allocate: Callable[..., ms.ParameterTuple] = allocate,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.sums = allocate(weights, dtype, prefix)
+        self.sums = allocate(weights, dtype, PREFIX)
         self.compensated = compensated
         self.adds_in_branch = on_cpu() and any(parameter.dtype == ms.bfloat16 for parameter in self.sums)
         if self.adds_in_branch:
             self.always = ms.Tensor(True)
         if compensated:
-            self.compensations = allocate(weights, ms.float32, compensation_prefix)
+            self.compensations = allocate(weights, ms.float32, COMPENSATION_PREFIX)
         # The last layer first, as backward computes gradients. Additions keep program order; in the other order every
         # gradient would stay in memory until the first layer's is computed.
         self.map = ops.HyperMap(reverse=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.grad_cache import TwoPasses
 from gaccum_ms.accumulation.micro_step import OneLoss, SeveralLosses
@@ -14,7 +15,6 @@ from gaccum_ms.accumulation.noise import ALL_SUMS
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.outputs import LossWithOutputs
 from gaccum_ms.accumulation.several_losses import ByCountsOfEach
-from gaccum_ms.accumulation.sharded_accumulators import store_of
 from gaccum_ms.accumulation.weighing import ByCounts, ByCountsWithOutputs, BySamples, WeighingParts
 from gaccum_ms.accumulation.window import Window
 from gaccum_ms.backend.graphs import gradients_allowed
@@ -26,7 +26,7 @@ from gaccum_ms.options.options import Options
 
 @dataclass(frozen=True)
 class Kinds:
-    """The classes of a window's parts. The store is missing: options and ranks alone decide it."""
+    """The classes of a window's parts. The store is missing: the options alone decide it."""
 
     micro_step: type = OneLoss
     weighing: type[BySamples | ByCounts | ByCountsOfEach] = BySamples
@@ -59,7 +59,8 @@ def combined(
     options = setup.options
     spans = kinds.open_window is not None
     micro_step = kinds.micro_step(options, setup.network, weights)
-    store = store_of(options, weights, options.accumulates or spans, kinds.weighing.needs_division)
+    form = options.accumulators.dtype, options.accumulators.compensated
+    store = GradientSums(weights, *form) if options.accumulates or spans else NoSums()
     parts = WeighingParts(options, weights, grad_reducer, micro_step, store, position if spans else None)
     weighing = kinds.weighing(parts)
     open_window = None

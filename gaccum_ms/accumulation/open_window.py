@@ -2,7 +2,7 @@
 
 From one batch to the next, the window keeps the accumulators, its position, its sums, and the seed of one item
 (`window_unit` ). All of these are Parameters: checkpoints contain them, and a compiled step stays valid when the number
-of batches of a window changes. Without sharded accumulators, nothing is reduced over ranks until the window ends.
+of batches of a window changes. Nothing is reduced over ranks until the window ends.
 """
 
 from __future__ import annotations

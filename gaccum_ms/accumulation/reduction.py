@@ -25,15 +25,14 @@ class CountedReduction(nn.Cell):
 
     `by_samples` : the counts are samples, and not the user's own; MindSpore's ``gradients_mean`` then decides between
     mean and sum over ranks, and each rank reports its own loss, as without accumulation. `is_mean` : whether to divide
-    by the count; not for a loss that is a sum and has no count. `reduced` : gradients are already sums over all ranks,
-    which then share one seed per item. `position` : the batches so far, if windows have several."""
+    by the count; not for a loss that is a sum and has no count. `position` : the batches so far, if windows have
+    several."""
 
     def __init__(
         self,
         weights: Sequence[ms.Parameter],
         by_samples: bool,
         is_mean: bool = True,
-        reduced: bool = False,
         min_count: float | None = None,
         records_noise: bool = False,
         position: ms.Parameter | None = None,
@@ -41,7 +40,6 @@ class CountedReduction(nn.Cell):
         super().__init__(auto_prefix=False)
         self.by_samples = by_samples
         self.is_mean = is_mean
-        self.reduced = reduced
         self.min_count = min_count
         self.map = ops.HyperMap()
         self.records_noise = records_noise
@@ -71,11 +69,7 @@ class CountedReduction(nn.Cell):
         if self.records_noise:
             sums = ops.concat((sums, ops.depend(self.noise.window_first, sums) + 0.0))
         gradients = self.map(ops.partial(scale_by, rescale), gradients)
-        if self.reduced:
-            # After the all-gather of the gradients, so that all ranks have the same order.
-            over_ranks = self.sum_over_ranks.alone(ops.depend(sums, gradients))
-        else:
-            gradients, over_ranks = self.sum_over_ranks(gradients, sums)
+        gradients, over_ranks = self.sum_over_ranks(gradients, sums)
         all_sums = ops.unstack(over_ranks[:SUMS])
         total, dropped = all_sums[COUNT], all_sums[DROPPED]
         reported = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
@@ -95,8 +89,3 @@ class CountedReduction(nn.Cell):
             items = ops.select(least > total, ops.zeros_like(total), total)
             loss = ops.depend(loss, self.noise.keep(over_ranks[self.noise_from :], items))
         return gradients, divisor, loss, least > 0
-
-    def mean_over_ranks(self, count):
-        """The mean of the ranks' counts, from which their common seed per item is computed."""
-        only = ops.concat((count.reshape((1,)), ops.zeros((self.size - 1,), ms.float32)))
-        return ops.unstack(self.sum_over_ranks.alone(only))[0] / self.ranks

@@ -28,7 +28,7 @@ from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.reduction import CountedReduction
 from gaccum_ms.accumulation.sums import COUNT, DROPPED
 from gaccum_ms.backend.parameters import hold_weights
-from gaccum_ms.cpu.kernels import all_finite, zeros_like
+from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
 
@@ -56,7 +56,7 @@ class BySamples(nn.Cell):
         options, _, grad_reducer, micro_step, store, position = parts
         self.micro_step = micro_step
         self.store = store
-        self.grad_reducer = nn.Identity() if store.reduces else grad_reducer
+        self.grad_reducer = grad_reducer
         self.loss_is_mean = micro_step.loss_is_mean
         self.records_noise = options.record_noise
         if options.record_noise:
@@ -117,13 +117,12 @@ class ByCounts(nn.Cell):
         self.is_mean = self.loss_is_mean or not self.weighs_samples
         self.min_count = options.min_count
         self.reduction = CountedReduction(
-            weights, self.weighs_samples, self.is_mean, store.reduces, self.min_count, options.record_noise, position
+            weights, self.weighs_samples, self.is_mean, self.min_count, options.record_noise, position
         )
         if options.record_noise:
             self.noise = self.reduction.noise
         self.window_count = self.reduction.window_count
         self.dropped_micro_batches = self.reduction.dropped_micro_batches
-        self.map = ops.HyperMap()
 
     def seed_per_item(self, inputs, plan, scale):
         """The loss scale over this rank's own total. Gradients and accumulators are then as small as the whole batch's,
@@ -132,9 +131,8 @@ class ByCounts(nn.Cell):
         return scale / ops.select(total > 0, total, ops.ones_like(total))
 
     def expected(self, total):
-        """The total from which the seed per item is computed. If ranks add to the same sums, it is the mean of their
-        totals, else this rank's own. NaN if a count is bad."""
-        return self.count_for_seed(self.reduction.mean_over_ranks(total) if self.store.reduces else total)
+        """The total from which the seed per item is computed, this rank's own. NaN if a count is bad."""
+        return self.count_for_seed(total)
 
     def count_for_seed(self, count):
         """A count that the seed per item can be computed from, if anything is added with it."""
@@ -152,19 +150,9 @@ class ByCounts(nn.Cell):
             sums = self.weighed(
                 is_first, seed_per_item, count, *self.micro_step.run(seed_per_item, prepared, size, *micro_batch)
             )
-        elif self.store.reduces:
-            sums = self.run_and_add_on_all_ranks(seed_per_item, prepared, size, count, *micro_batch)
         elif count > 0:
             sums = self.run_and_add_counted(is_first, seed_per_item, prepared, size, count, *micro_batch)
         return sums
-
-    def run_and_add_on_all_ranks(self, seed_per_item, prepared, size, count, *micro_batch):
-        """Adds even if this rank counts nothing: the other ranks wait for the addition."""
-        seeded_loss = ops.zeros_like(count)
-        gradients = self.map(zeros_like, self.weights)
-        if count > 0:
-            seeded_loss, gradients = self.micro_step.run(seed_per_item * count, prepared, size, *micro_batch)
-        return ops.depend(ops.stack((seeded_loss, count, ops.zeros_like(count))), self.store.add(gradients))
 
     def run_and_add_counted(self, is_first, seed_per_item, prepared, size, count, *micro_batch):
         seeded_loss, gradients = self.micro_step.run(seed_per_item * count, prepared, size, *micro_batch)
@@ -178,18 +166,9 @@ class ByCounts(nn.Cell):
     def weighed(self, is_first, seed_per_item, count, seeded_loss, gradients):
         """Adds a micro-batch that ran, if it belongs to the window."""
         sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
-        if self.store.reduces:
-            sums = self.added_on_all_ranks(sums, count, seeded_loss, gradients)
-        elif self.belongs(count, seeded_loss):
+        if self.belongs(count, seeded_loss):
             sums = self.taken(is_first, seed_per_item, count, seeded_loss, gradients)
         return sums
-
-    def added_on_all_ranks(self, sums, count, seeded_loss, gradients):
-        added = self.map(zeros_like, self.weights)
-        if self.belongs(count, seeded_loss):
-            sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
-            added = gradients
-        return ops.depend(sums, self.store.add(added))
 
     def taken(self, is_first, seed_per_item, count, seeded_loss, gradients):
         """Adds a micro-batch, unless it overflowed and overflows are dropped."""

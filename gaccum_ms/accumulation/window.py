@@ -4,7 +4,7 @@ A window has four parts; assembly.py combines them:
 
     micro-step      one loss, several, or two passes for a loss of the whole batch (micro_step.py, grad_cache.py)
     weighing        by samples, by counts, by a count for each loss (weighing.py)
-    store           none, whole or sharded accumulators, compensated or not (accumulators.py, sharded_accumulators.py)
+    store           none, or accumulators, compensated or not (accumulators.py)
     lifetime        one batch, or open over several (open_window.py)
 
 In the modes where MindSpore's compiler accumulates, there is no loop: unrolled_window.py has the same methods.
@@ -87,7 +87,7 @@ class Window(nn.Cell):
         self.least = ops.constexpr(self._least.read)
         self.weighing = weighing
         self.store = store
-        self._checking = tuple(part for part in (store, micro_step) if hasattr(part, "check_plan"))
+        self._check_plan = getattr(micro_step, "check_plan", None)
         self.spans_batches = open_window is not None
         if open_window is not None:
             self.open = open_window
@@ -114,7 +114,7 @@ class Window(nn.Cell):
         plan = self.plan(inputs)
         size = plan[micro_batches.SIZE]
         seed_per_item = self.weighing.seed_per_item(inputs, plan, scale)
-        if plan[micro_batches.WHOLE] and not self.may_skip and not self.store.reduces:
+        if plan[micro_batches.WHOLE] and not self.may_skip:
             return self._run_whole(inputs, size, scale, seed_per_item)
         sums, outputs = self.accumulate(inputs, plan, scale, seed_per_item)
         return self.finish(sums, seed_per_item, scale), outputs
@@ -153,8 +153,6 @@ class Window(nn.Cell):
             sums = self.accumulate(inputs, plan, scale, seed_per_item)[0]
         ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
         loss = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, seed_per_item)
-        if self.store.reduces:  # a bad count of any rank leaves the batch out on all, with the loss NaN
-            loss = loss + expected * 0.0
         return ops.depend(loss, ended), outputs
 
     def add_micro_batch(self, sums, times, micro_batch, scale):
@@ -246,9 +244,9 @@ class Window(nn.Cell):
         self.micro_batch_size = micro_batch_size
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
-        """Before a batch: check what must be equal on all ranks. Some kinds of window use a collective for it."""
-        for part in self._checking:
-            part.check_plan(plan)
+        """Before a batch: check what must be equal on all ranks. A collective, if they share one loss."""
+        if self._check_plan is not None:
+            self._check_plan(plan)
 
     def find_output_axes(
         self, inputs: Sequence[ms.Tensor], plan: micro_batches.SplitPlan, weights: Sequence[ms.Parameter]

@@ -214,8 +214,7 @@ def _run(recorder: Recorder, state: _State, step: nn.Cell, batch: Sequence[ms.Te
 
 
 def _unclipped(cell: GradAccumulationCell, **size: Any) -> GradAccumulationCell:
-    """A cell with the same options and network, for one batch, without clipping, which the recorder does. All ranks
-    must audit, so accumulators may be sharded as in training."""
+    """A cell with the same options and network, for one batch, without clipping, which the recorder does."""
     return cell.with_options(accumulation_steps=1, max_grad_norm=None, transforms=(), record_noise=False, **size)
 
 

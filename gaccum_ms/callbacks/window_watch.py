@@ -79,21 +79,18 @@ class WindowWatch(Callback):
         parameters.rank_batches = batches_of = [RankBatches(*row) for row in gather_json(own)]
         if all(other == own for other in batches_of):
             return
-        evens_out = step.spans_batches and not step.window.store.reduces  # else ranks need equal micro-batches
-        if evens_out and flushed:
+        if step.spans_batches and flushed:
             return
         ranks_as_text = [
             f"{of_rank.batches - of_rank.skipped} on rank {rank}"
             + (f" (and {of_rank.position} in its window)" * bool(of_rank.position))
             for rank, of_rank in enumerate(batches_of)
         ]
-        remedy = "; or, with 'accumulation_steps' larger than 1, give model.train the callback FlushAccumulation()"
-        if step.window.store.reduces:
-            remedy = "; or leave 'sharded' of the accumulators out, and use FlushAccumulation()"
         raise ValueError(
             f"For 'GradAccumulationCell', all ranks must have the same number of batches in an epoch, because each "
             f"update reduces over all of them, but got {', '.join(ranks_as_text)}. Nothing was trained. Give all ranks "
-            f"equally many, as 'num_shards' of a dataset does{remedy}."
+            f"equally many, as 'num_shards' of a dataset does; or, with 'accumulation_steps' larger than 1, give "
+            f"model.train the callback FlushAccumulation()."
         )
 
     def on_train_step_end(self, run_context: RunContext) -> None:

@@ -14,7 +14,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from gaccum_ms.accumulation.sharded_accumulators import ALL_PARTS
 from gaccum_ms.backend.newer_optimizers import is_of_scheduler, is_rate, may_lack
 from gaccum_ms.backend.parameters import own
 from gaccum_ms.backend.snapshot import as_numpy
@@ -71,7 +70,7 @@ def resume(
         TypeError: If `model` has another type.
         ValueError: If a file lacks a parameter of the network, or (unless it is from a training without accumulation)
             of the optimizer; if one has another shape; if the window cannot be finished here, because other
-            ranks' files are missing, micro-batches are weighted by another rule, or accumulators are sharded otherwise;
+            ranks' files are missing, micro-batches are weighted by another rule, or accumulators were sharded;
             if the data set has another number of batches, or the batches that were seen do not divide by the number of
             ranks; if the ranks' folders have no checkpoint in common, or files of which none can be read. Nothing has
             changed then.
@@ -125,10 +124,10 @@ def resume(
 
 
 def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
-    files = [(path, _without_parts(_under_own_names(step, _read(path)))) for path in paths]
-    _check_parts(files, step.run_record.ranks)
+    files = [(path, _under_own_names(step, _read(path))) for path in paths]
     for path, values in files:
         _check_parameters(step, path, values)
+    _refuse_rate_factor(files)
     record = step.run_record
     values = of_rank(files, record.rank, record.ranks)
     if data_set is not None:
@@ -180,25 +179,6 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
     return {names.get(name, name): value for name, value in values.items()}
 
 
-def _without_parts(values: Values) -> Values:
-    """The values without the slices of sharded accumulators, if no window is open: they are zero, and their shapes
-    depend on the number of ranks."""
-    if int(values.get(own("window_position"), 0)):
-        return values
-    return {name: value for name, value in values.items() if not name.startswith(ALL_PARTS)}
-
-
-def _check_parts(files: list[tuple[Path, Values]], ranks: int) -> None:
-    for path, values in files:
-        saved_ranks = origin(values)[1]
-        if saved_ranks != ranks and any(name.startswith(ALL_PARTS) for name in values):
-            raise ValueError(
-                f"For 'resume', a window with sharded accumulators must be finished on as many ranks as it was saved "
-                f"on, but got '{path}' of {saved_ranks} rank(s), and now {ranks}. Save between two windows, as "
-                f"UpdateCheckpoint does."
-            )
-
-
 def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
     network = step.network.get_parameters() if isinstance(step, TrainOneStepWithGradAccumulationCell) else ()
     needed = [*step.weights, *network]
@@ -215,6 +195,18 @@ def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
             raise ValueError(
                 f"For 'resume', a parameter must have the shape that it has in the checkpoint, but got "
                 f"{parameter.name} of shape {parameter.shape}, and {values[parameter.name].shape} in '{path}'."
+            )
+
+
+def _refuse_rate_factor(files: list[tuple[Path, Values]]) -> None:
+    """Version 0.1's AdaScale kept a factor in the optimizer's rate, which nothing would remove."""
+    for path, values in files:
+        factor = float(values.get(own("rate_factor"), 1.0))
+        if factor != 1.0:
+            raise ValueError(
+                f"For 'resume', the learning rate of a checkpoint must be without a factor of AdaScale, which this "
+                f"version lacks, but got '{path}' with the rate times {factor:g}. Finish that training with the "
+                f"version that began it, or load the network alone by mindspore.load_param_into_net."
             )
 
 

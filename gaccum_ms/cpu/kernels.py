@@ -46,13 +46,6 @@ def zero_in_place(parameter: ms.Parameter) -> ms.Tensor:
     return ops.assign(parameter, ops.zeros_like(parameter))
 
 
-def zeros_like(tensor: ms.Tensor) -> ms.Tensor:
-    """``ops.zeros_like`` , also for bfloat16 on CPU, for which MindSpore up to 2.8 has no kernel."""
-    if on_cpu() and tensor.dtype == ms.bfloat16:
-        return ops.cast(ops.zeros_like(ops.cast(tensor, ms.float32)), ms.bfloat16)
-    return ops.zeros_like(tensor)
-
-
 def all_finite(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
     """Whether no number in them is infinite or NaN, a bool of shape ``()``.
 

@@ -4,8 +4,7 @@ A tensor is either whole, on one rank, or sliced over all ranks: each rank has a
 flattened tensor. If the size does not divide by the ranks, the last rows begin earlier and overlap those before them,
 and several ranks compute the same elements. Shapes, and so the graphs, are then equal on all ranks.
 
-Parts are sent in few large buffers: one collective for each `BUFFER_BYTES` of one dtype, not one for each tensor. The
-CPU back end has no ReduceScatter. Instead, there is an AllReduce, of which each rank keeps its part.
+Parts are sent in few large buffers: one collective for each `BUFFER_BYTES` of one dtype, not one for each tensor.
 
 Ranks must run their collectives in the same order. MindSpore orders collectives by the graph. If ranks have different
 tensors, their graphs differ, and each collective must depend on the one before, as in `whole` .
@@ -15,7 +14,6 @@ Compiled code here follows the rules at the head of step.py.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -78,7 +76,6 @@ class Layout(nn.Cell):
         self.own_indices = tuple(index for index, owner in enumerate(self.owners) if owner in (None, rank))
         self._fill_buffers()
         self.all_gather = ops.AllGather()
-        self.all_reduce = ops.AllReduce()
 
     def _fill_buffers(self) -> None:
         """Find, for each buffer, its dtype, its width, and the tensors in this rank's row; for each tensor, its buffer
@@ -107,11 +104,6 @@ class Layout(nn.Cell):
             if self.rank in rows:
                 members[number].append(index)
         self.places = tuple(places)
-        offsets = [0] * len(places)  # the columns of whole tensors, if they were in the same buffers
-        for members_of_buffer in members:
-            for before, index in itertools.pairwise(members_of_buffer):
-                offsets[index] = offsets[before] + self.sizes[before]
-        self.offsets = tuple(offsets)
         self.members = tuple(map(tuple, members))
         self.widths = tuple(map(max, ends))
         self.wires = tuple(wires)
@@ -167,21 +159,3 @@ class Layout(nn.Cell):
         if filled < self.widths[number]:
             row = (*row, ops.zeros((1, self.widths[number] - filled), self.wires[number]))
         return ops.concat(row, 1)
-
-    def own_of_sum(self, values):
-        """This rank's slices of the tensors' sums over ranks. A collective; all tensors must be in slices."""
-        sums: tuple = ()
-        for number in range(len(self.members)):
-            flats: tuple = ()
-            for index in self.members[number]:
-                flats = (*flats, ops.cast(values[index], self.wires[number]).reshape((-1,)))
-            flat = ops.concat(flats)
-            if number > 0:
-                flat = ops.depend(flat, sums[number - 1])
-            sums = (*sums, self.all_reduce(flat))
-        parts: tuple = ()
-        for index in range(len(self.sizes)):
-            start = self.offsets[index] + self.starts[index]
-            part = sums[self.places[index][0]][start : start + self.columns[index]].reshape((1, -1))
-            parts = (*parts, ops.cast(part, self.dtypes[index]))
-        return parts

@@ -56,11 +56,10 @@ class Forecast:
             parameter for parameter in optimizer.get_parameters() if id(parameter) not in known
         )
         compensation = 4 if cell.accumulators.compensated else 0  # bytes
-        sums = sum(
+        self.accumulators = sum(
             parameter.size * (ms.Tensor(0, cell.accumulators.dtype or parameter.dtype).itemsize + compensation)
             for parameter in optimizer.parameters
         )
-        self.accumulators = sums // (ranks if cell.accumulators.sharded else 1)
         self.always_accumulates = any((cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size))
         self.batch = sum(value.nbytes for value in batch)
         # A trial has no other ranks, and so lacks the memory of the reduced sums.

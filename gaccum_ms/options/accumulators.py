@@ -24,13 +24,9 @@ class Accumulators:
             a later batch counts thousands of times more. Default: ``mindspore.float32`` .
         compensated (bool, optional): Sum with Kahan's compensation, which keeps the rounding error of each accumulator
             in a float32 Parameter. Default: ``False`` .
-        sharded (bool, optional): In data parallel mode, each rank keeps only its part of the accumulators. Each
-            micro-batch's gradient is then reduced over ranks at once: communication grows with the number of
-            micro-batches, which must be the same on all ranks. Not for a :class:`GradAccumulator` .
-            Default: ``False`` .
 
     Raises:
-        TypeError: If `compensated` or `sharded` is not a bool.
+        TypeError: If `compensated` is not a bool.
         ValueError: If `dtype` is none of these.
 
     Supported Platforms:
@@ -46,12 +42,10 @@ class Accumulators:
 
     dtype: ms.Type | None = ms.float32
     compensated: bool = False
-    sharded: bool = False
 
     def __post_init__(self) -> None:
         check_one_of(_NAME, "dtype", self.dtype, (ms.float32, ms.float16, ms.bfloat16, None))
         check_bool(_NAME, "compensated", self.compensated)
-        check_bool(_NAME, "sharded", self.sharded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulators:
         return self  # a copy of MindSpore's dtype is another dtype

@@ -30,12 +30,6 @@ def accumulator_options(**values: Any) -> Options:
     check_bool(owner, "jit", values["jit"])
     options = Options(loss_weights=(1.0,), **values)
     check_each(owner, options)
-    if options.accumulators.sharded:
-        raise ValueError(
-            f"For '{owner}', the argument 'accumulators' must have sharded=False, because a loop of your own may add "
-            f"on some ranks only, but got {options.accumulators}. Leave 'sharded' out; gaccum_ms.ShardedOptimizer "
-            f"shards what an optimizer keeps."
-        )
     return dataclasses.replace(options, transforms=tuple(options.transforms))
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from mindspore import nn
 
-from gaccum_ms import backend
 from gaccum_ms.checks.arguments import (
     check_bool,
     check_one_of,
@@ -45,7 +44,6 @@ from gaccum_ms.options.rules import (
     REPORT,
     SEMI_AUTO,
     SEVERAL,
-    SHARDED,
     TRIAL,
     Rule,
     only_in_semi_auto,
@@ -113,13 +111,11 @@ class Options:
         Rule(
             CELL,
             AUTO,
-            f"several losses, {SHARDED}, {BATCH_LOSS}",
-            lambda s: (
-                s.options.finds_size and (s.options.several_losses or s.options.accumulators.sharded or s.of_batch)
-            ),
-            "micro_batch_size='auto' needs one loss that is a mean or sum over samples, and whole accumulators, so "
-            "that each rank can try a batch again by itself, but got {options.losses} loss(es), "
-            "sharded={options.accumulators.sharded} and a network of class '{network}'. Give the number of samples; "
+            f"several losses, {BATCH_LOSS}",
+            lambda s: s.options.finds_size and (s.options.several_losses or s.of_batch),
+            "micro_batch_size='auto' needs one loss that is a mean or sum over samples, so that each rank can try a "
+            "batch again by itself, but got {options.losses} loss(es) and a network of class '{network}'. Give the "
+            "number of samples; "
             "'find_micro_batch_size' finds it for what is not a 'WithBatchLossCell'.",
         ),
         Rule(
@@ -271,15 +267,6 @@ class Options:
     accumulators: Any = option(
         check_accumulators,
         Rule(
-            CELL,
-            SHARDED,
-            f"several losses, {DROPS}",
-            lambda s: s.options.accumulators.sharded and (s.options.several_losses or s.options.drops),
-            "Accumulators(sharded=True) reduces each micro-batch over all ranks, which needs one loss, and that no "
-            "rank leaves a micro-batch out by itself, but got {options.losses} loss(es) and "
-            "overflow='{options.overflow}'. Use overflow='drop_window', and add losses up in the network.",
-        ),
-        Rule(
             SEMI_AUTO,
             "`Accumulators(compensated=True)`, or of a lower precision than weights",
             SEMI_AUTO,
@@ -287,15 +274,6 @@ class Options:
             "in semi-auto and auto parallel mode the argument 'accumulators' must have compensated=False, and the "
             "precision of the weights at least, but got {options.accumulators}: the compiler's own pass adds the "
             "gradients; give Accumulators(mindspore.float32). Data parallel mode has no such limit.",
-        ),
-        Rule(
-            SEMI_AUTO,
-            SHARDED,
-            f"{SEMI_AUTO} without `gradient_accumulation_shard`",
-            lambda s: s.options.accumulators.sharded and not backend.get_grad_accumulation_shard(),
-            "in semi-auto and auto parallel mode the compiler shards accumulators itself, but got "
-            "{options.accumulators} and no 'gradient_accumulation_shard'. Set it in 'parallel_optimizer_config', with "
-            "enable_parallel_optimizer=True.",
         ),
         annotation="Accumulators | None",
     )
@@ -326,15 +304,12 @@ class Options:
         Rule(
             CELL,
             "`record_noise`",
-            f"several losses, {SHARDED}, a sum without `count`",
-            lambda s: (
-                s.options.record_noise
-                and (s.options.several_losses or s.options.accumulators.sharded or s.sum_without_count)
-            ),
+            "several losses, a sum without `count`",
+            lambda s: s.options.record_noise and (s.options.several_losses or s.sum_without_count),
             "'record_noise' compares the mean gradient of one micro-batch with the window's, which needs one loss "
-            "that is a mean, or a sum with 'count', and whole accumulators, but got {options.losses} loss(es), "
-            "reduction='{options.reduction}', count={options.count} and sharded={options.accumulators.sharded}. Use "
-            "reduction='mean', add losses up in the network, and leave 'sharded' out.",
+            "that is a mean, or a sum with 'count', but got {options.losses} loss(es), "
+            "reduction='{options.reduction}' and count={options.count}. Use reduction='mean', and add losses up in the "
+            "network.",
         ),
         only_of_batch_loss(
             "record_noise",
@@ -380,15 +355,11 @@ class Options:
         Rule(
             CELL,
             FUNCTION,
-            f"several losses, {SHARDED}, {BATCH_LOSS}",
-            lambda s: (
-                s.options.splits_in_python
-                and (s.options.several_losses or s.options.accumulators.sharded or s.of_batch)
-            ),
-            "a function as 'split' needs one loss that is a mean or sum over samples, and whole accumulators, because "
-            "each rank adds micro-batches one at a time, as many as it has, but got {options.losses} loss(es), "
-            "sharded={options.accumulators.sharded} and a network of class '{network}'. Add losses up in the network, "
-            "leave 'sharded' out, or use EvenSplit.",
+            f"several losses, {BATCH_LOSS}",
+            lambda s: s.options.splits_in_python and (s.options.several_losses or s.of_batch),
+            "a function as 'split' needs one loss that is a mean or sum over samples, because each rank adds "
+            "micro-batches one at a time, as many as it has, but got {options.losses} loss(es) and a network of class "
+            "'{network}'. Add losses up in the network, or use EvenSplit.",
         ),
         Rule(
             IN_ONE_GRAPH,

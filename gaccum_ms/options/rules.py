@@ -27,7 +27,6 @@ BATCH_LOSS = "`WithBatchLossCell`"
 AUTO = '`micro_batch_size="auto"`'
 DROPS = '`overflow="drop_micro_batch"`'
 SEVERAL = "several losses"
-SHARDED = "`Accumulators(sharded=True)`"
 FUNCTION = "`split`, a function"
 AUTO_TOKENS = '`split=MaxTokens("auto", ...)`'
 RATIO = '`reduction="ratio"`'

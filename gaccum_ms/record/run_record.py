@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
     from gaccum_ms.options.options import Options
 
-SHARDED = ", in sharded accumulators"
-_WEIGHTS = ("samples", "counts", "sums", "batches")  # how micro-batches are weighted; "batches": equally
-RULES = (*_WEIGHTS, *(rule + SHARDED for rule in _WEIGHTS))
+RULES = ("samples", "counts", "sums", "batches")  # how micro-batches are weighted; "batches": equally
 
 
-def rule_of(options: Options, on_ranks: bool) -> str:
-    """How a step weights its micro-batches; on several ranks also, whether the accumulators are sharded."""
-    weighs_by = "counts" if options.counts_items else "samples" if options.loss_is_mean else "sums"
-    return weighs_by + SHARDED * (options.accumulators.sharded and on_ranks)
+def rule_of(options: Options) -> str:
+    """How a step weights its micro-batches."""
+    return "counts" if options.counts_items else "samples" if options.loss_is_mean else "sums"
 
 
 class RunRecord(nn.Cell):
@@ -110,6 +107,12 @@ class RunRecord(nn.Cell):
                 f"which a step of single batches cannot finish, but got a checkpoint with accumulation_steps={steps} "
                 f"and a cell with accumulation_steps={self.own_steps}. Load it by gaccum_ms.resume, or give the cell "
                 f"accumulation_steps > 1."
+            )
+        if rule >= len(RULES):
+            raise ValueError(
+                f"For '{self.owner}', a checkpoint that was saved in a window, here {batches} batch(es) after its "
+                f"beginning, must have the whole sums, but got one of an earlier version with sharded accumulators. "
+                f"Load a checkpoint between two windows."
             )
         if (rank, ranks) != (self.rank, self.ranks):
             raise ValueError(

@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 
 from gaccum_ms.learning_rate import current_learning_rate
-from gaccum_ms.record.run_record import RULES, SHARDED
+from gaccum_ms.record.run_record import RULES
 from gaccum_ms.record.window_record import WindowRecord
 
 # By the rule of weighting.
@@ -41,8 +41,7 @@ class WindowNotes:
         """When the window has ended."""
         self.seconds = time.perf_counter() - self._began
         self.update = updates_of(step)
-        rule = RULES[int(step.run_record.window_rule.asnumpy())]
-        self.counted = _COUNTED[rule.removesuffix(SHARDED)]
+        self.counted = _COUNTED[RULES[int(step.run_record.window_rule.asnumpy())]]
 
     def record(self, step: Any, epoch: int | None, loss: float) -> WindowRecord:
         """The record, after `end` and before a later window ends. `loss` : the window's mean."""

@@ -60,7 +60,7 @@ class GradAccumulator(nn.Cell):
         max_grad_norm (float, optional): Scale the finished, reduced gradient down to this global norm if its norm is
             larger; infinity only records the norm. Default: ``None`` , no clipping.
         transforms (Sequence, optional): As in :class:`GradAccumulationCell` . Default: ``()`` .
-        accumulators (Accumulators, optional): How gradients are kept while they add up; not ``sharded`` .
+        accumulators (Accumulators, optional): How gradients are kept while they add up.
             Default: ``None`` , ``Accumulators()`` .
         overflow (str, optional): The effect of a gradient that is not finite. ``"drop_window"`` : with a loss scale,
             the window does not update. ``"drop_micro_batch"`` : the batch is left out, only on its rank.

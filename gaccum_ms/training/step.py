@@ -17,9 +17,9 @@
 
 With ``micro_batch_size="auto"`` the loop is a separate graph, which runs again if memory runs out (found_size.py).
 With a function as `split` , Python loops over micro-steps, which are separate graphs (python_split.py).
-A loss of the whole batch has two loops, the first forward only (grad_cache.py). With sharded accumulators each
-micro-batch is reduced (sharded_accumulators.py). In semi-auto and auto parallel mode there is no loop: MindSpore's
-compiler accumulates and reduces (unrolled_window.py). From the division on, all modes are the same.
+A loss of the whole batch has two loops, the first forward only (grad_cache.py). In semi-auto and auto parallel mode
+there is no loop: MindSpore's compiler accumulates and reduces (unrolled_window.py). From the division on, all modes are
+the same.
 
 Graph mode parses everything that `construct` calls, here and in the files named above, into one graph with the loop
 in it. The loop's body is compiled once, so compile time and memory do not grow with the number of micro-batches. Rules:
@@ -46,7 +46,7 @@ from gaccum_ms.accumulation.assembly import Kinds, combined, fused_reducer, kind
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
-from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, record
+from gaccum_ms.backend.parameters import counter, expose_records, hold_weights
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.cell import cell_with_loss
 from gaccum_ms.checks.arguments import check_positive_int
@@ -90,8 +90,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepCell.html>`_ on the whole batch; the
     README lists the exceptions. In data parallel mode, gradients are reduced once per update, in few large buffers, and
     averaged or summed according to ``gradients_mean`` ; with `count` , which is exact over ranks, they are always
-    summed. A batch that does not end its window changes neither weights nor optimizer; it reduces nothing without
-    ``Accumulators(sharded=True)`` .
+    summed. A batch that does not end its window changes neither weights nor optimizer, and reduces nothing.
 
     In semi-auto and auto parallel mode MindSpore's compiler distributes the graph and accumulates. What needs a loop,
     such as a ragged batch, is refused before compiling.
@@ -210,11 +209,9 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self.window_position = counter("window_position")
         self.batch_count = counter("batch_count")
         self.rate_steps = counter("rate_steps", options.accumulation_steps)  # the rate is for windows of this length
-        if options.record_noise:  # AdaScale's factor of the rate, and the training progress that it has made
-            self.rate_factor = record("rate_factor", value=1.0)
-            self.rate_progress = record("rate_progress")
-        rules = (rule_of(options, self.reducer_flag),)
-        self.run_record = RunRecord(_NAME, rules, options.accumulation_steps, resumes_windows=not self._unrolled)
+        self.run_record = RunRecord(
+            _NAME, (rule_of(options),), options.accumulation_steps, resumes_windows=not self._unrolled
+        )
         self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
         self.window = self._make_window()
         ended = self._open_window() or self.window

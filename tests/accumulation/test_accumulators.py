@@ -109,7 +109,6 @@ def test_negative_control_the_plain_sum_loses_every_tiny_gradient(dtype):
         ({"dtype": ms.int32}, ValueError, "'dtype' must be one of .* but got"),
         ({"dtype": "float32"}, ValueError, "'dtype' must be one of .* but got 'float32'"),
         ({"compensated": 1}, TypeError, "'compensated' must be a bool, but got 1"),
-        ({"sharded": 1}, TypeError, "'sharded' must be a bool, but got 1"),
     ],
 )
 def test_refuses_bad_values(options, error, message):

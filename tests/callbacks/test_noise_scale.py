@@ -11,7 +11,7 @@ import pytest
 from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import AdaptiveAccumulation, AdaScale, FlushAccumulation, GradNoiseScale
+from gaccum_ms import AdaptiveAccumulation, FlushAccumulation, GradNoiseScale
 from gaccum_ms.callbacks.noise_scale import ScaleRecord
 from gaccum_ms.record.noise_estimate import Average, WindowNoise
 from tests.accumulation.test_noise_record import make_step, targets
@@ -169,7 +169,7 @@ def test_bad_smoothing_is_refused(smoothing, error, text):
         GradNoiseScale(smoothing)
 
 
-@pytest.mark.parametrize("kind", [GradNoiseScale, AdaptiveAccumulation, AdaScale])
+@pytest.mark.parametrize("kind", [GradNoiseScale, AdaptiveAccumulation])
 def test_a_step_without_records_is_refused(kind):
     step = make_step(micro_size=2, record_noise=False)
     with pytest.raises(ValueError, match=f"For '{kind.__name__}', .* record_noise=True"):

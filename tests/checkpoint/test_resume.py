@@ -391,8 +391,10 @@ def assert_refused(step, action, error, message) -> None:
             lambda: plain_data_set(6),
             r"got 6 an epoch .* 1 rank\(s\), where the checkpoint has 7 on each of 1",
         ),
+        (claiming(window_rule=4), {}, None, "must have the whole sums, but got one .* with sharded accumulators"),
+        (claiming(rate_factor=3), {}, None, r"must be without a factor of AdaScale, .* with the rate times 3\."),
     ],
-    ids=["counts", "sums", "another rank", "missing weight", "other shape", "other dataset"],
+    ids=["counts", "sums", "another rank", "missing weight", "other shape", "other dataset", "sharded", "rate factor"],
 )
 def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, options, make_data_set, message):
     file = in_mid_window("samples")

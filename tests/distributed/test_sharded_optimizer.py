@@ -94,8 +94,7 @@ class SpecialAdam(nn.Adam):
 
 def as_rank(monkeypatch, rank: int, ranks: int) -> None:
     """Set this process's rank and the number of ranks; nothing is sent."""
-    for module in ("distributed.sharded_optimizer", "accumulation.sharded_accumulators"):
-        monkeypatch.setattr(f"gaccum_ms.{module}.rank_and_ranks", lambda: (rank, ranks))
+    monkeypatch.setattr("gaccum_ms.distributed.sharded_optimizer.rank_and_ranks", lambda: (rank, ranks))
 
 
 @pytest.fixture
@@ -146,13 +145,6 @@ def test_bad_arguments_are_one_clear_error(parallel_context):
     parallel_context(parallel_mode="semi_auto_parallel")
     with pytest.raises(RuntimeError, match="set enable_parallel_optimizer=True"):
         ShardedOptimizer(nn.Adam, params)
-
-
-def test_options_of_sharded_accumulators():
-    network = make_dense("dense")
-    for options in ({"loss_weights": (1.0, 0.5)}, {"overflow": "drop_micro_batch"}):
-        with pytest.raises(ValueError, match=r"Accumulators\(sharded=True\) reduces each micro-batch"):
-            GradAccumulationCell(network, 2, accumulators=Accumulators(sharded=True), **options)
 
 
 steps = Reused(make_step)
@@ -235,9 +227,8 @@ trained = results_of("sharding_worker")
         for name, reference in {
             "counted": "counted",  # Adam, in slices
             "by parameters": "counted",
-            "shards": "counted",
             "experimental": "experimental",  # Adam, of mindspore.experimental.optim
-            "shards flush": "shards flush",  # SGD
+            "flush": "flush",  # SGD
             "small buffers by parameters": "small buffers by parameters",  # AdamWeightDecay
             "by hand": "by hand",  # Momentum
             "pynative by parameters": "pynative by parameters",  # an optimizer that needs whole parameters
@@ -246,8 +237,7 @@ trained = results_of("sharding_worker")
 )
 def test_equals_the_optimizer_that_is_not_sharded(trained, name, reference):
     """On both ranks, weights, the whole state and losses equal the unsharded training's. Counts differ between ranks
-    and micro-batches; sharded accumulators, "shards", still use the window's exact count. In "by parameters" and
-    "shards" the ranks begin with different weights, and rank 0's are broadcast."""
+    and micro-batches. In "by parameters" the ranks begin with different weights, and rank 0's are broadcast."""
     for results in trained:
         assert_same(case(results, f"{name}/sharded"), case(results, f"{reference}/whole"))
 
@@ -263,9 +253,9 @@ def test_an_overflow_on_one_rank_skips_the_update_on_both(trained):
 
 @pytest.mark.core(broken="forgets")
 @pytest.mark.distributed
-@pytest.mark.parametrize("broken", ["forgets", "neighbour", "unit"])
+@pytest.mark.parametrize("broken", ["forgets", "neighbour"])
 def test_the_comparison_finds_what_is_broken(trained, broken):
-    """A rank forgets to gather, a rank updates its neighbour's slice, or each rank accumulates in its own unit."""
+    """A rank forgets to gather, or updates its neighbour's slice."""
     for results in trained:
         with pytest.raises(AssertionError):
             assert_same(case(results, f"broken: {broken}"), case(results, "counted/whole"))
@@ -344,23 +334,6 @@ def test_one_rank_goes_on_from_two(saved, one_rank, sharded, pynative):
     assert_same(run(step, 2, 4), one_rank.end, RANKS_TOLERANCE)
 
 
-@pytest.mark.distributed
-def test_goes_on_in_mid_window(saved):
-    name = "window with sharded accumulators"
-    for results in saved:
-        assert_same(went_on(results, f"{name}/resumed"), went_on(results, f"{name}/whole"))
-
-
-@pytest.mark.distributed
-def test_a_batch_with_a_bad_count_on_one_rank_is_left_out_on_all(saved):
-    """That rank raises an error, and the other's loss is no number."""
-    first, second = saved
-    assert str(case(first, "left out")["error"]).startswith("ValueError: For 'GradAccumulationCell', ")
-    assert np.isnan(case(second, "left out")["loss"])
-    for results in saved:
-        assert_same(went_on(results, "left out/with"), went_on(results, "left out/without"))
-
-
 ERRORS = {
     "alone": "RuntimeError: For 'ShardedOptimizer', a checkpoint must hold the whole state",
     "alone again": "RuntimeError: For 'ShardedOptimizer', a checkpoint must hold the whole state",
@@ -368,9 +341,6 @@ ERRORS = {
     "one rank": "ValueError: For 'ShardedOptimizer', all ranks must have the same checkpoints",
     "by time": "ValueError: For 'ShardedOptimizer', all ranks must have the same checkpoints, by steps or updates",
     "uneven": "ValueError: For 'ShardedOptimizer', all ranks must have the same number of batches",
-    "uneven shards": "ValueError: For 'GradAccumulationCell', all ranks must have the same number of batches",
-    "micro-batches": "ValueError: For 'GradAccumulationCell', with Accumulators(sharded=True) all ranks must",
-    "other accumulators": "ValueError: For 'TrainOneStepWithGradAccumulationCell', a window must be finished by the",
     "update within": "RuntimeError: For 'ShardedOptimizer', there must be no update within 'whole_state()'",
 }
 

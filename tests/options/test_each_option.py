@@ -113,7 +113,6 @@ def test_a_new_option_is_checked_and_makes_another_key():
 TWO = {"loss_weights": (1.0, 0.5)}
 THREE = {"loss_weights": (1.0,) * 3, "count": (None, None, CountMask())}
 AUTO = {"micro_batch_size": "auto"}
-SHARDED = {"accumulators": Accumulators(sharded=True)}
 
 
 def in_two(x, y):
@@ -135,7 +134,7 @@ BROKEN = [
     ({}, "that one micro-batch can be tried with, but got a 'WithBatchLossCell'", "batch"),
     ({}, "must be 'stand_alone' or 'data_parallel', but got 'stand_alone': there", "distributed"),
     ({**AUTO, "jit": False}, "compiles in PyNative mode too, .* got jit=False. Leave 'jit' out"),
-    ({**AUTO, **SHARDED}, "got 1 loss.es., sharded=True .* class 'WithLossCell'"),
+    ({**AUTO, **TWO}, "got 2 loss.es. and a network of class 'WithLossCell'"),
     (AUTO, "needs Python between the batches, .* but the training step is part of another graph"),
     ({"micro_batch_size": 2}, "'micro_batch_size' must be None, but got 2: the compiler"),
     (AUTO, "but got micro_batch_size='auto'. Give 'micro_size'"),
@@ -150,22 +149,20 @@ BROKEN = [
     (THREE, "pools a micro-batch's statistics in each forward, .* but got 3 losses. Add", "pools"),
     (TWO, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\): add", "batch"),
     ({"transforms": (abs, ClipByValue(1.0))}, "one device's part there, but got abs. Give a Transform whose class"),
-    ({**SHARDED, **TWO}, "reduces each micro-batch .* got 2 loss.es. and overflow='drop_window'"),
     (
         {"accumulators": Accumulators(compensated=True)},
         r"must have compensated=False, and the precision of the weights at least, but got Accumulators\(.*: the",
     ),
-    (SHARDED, r"the compiler shards accumulators itself, but got Accumulators\(.*sharded=True\) and no 'gradient_acc"),
     ({"overflow": "drop_micro_batch", **TWO}, "drop_micro_batch' divides .* got 2 loss.es., reduction='mean'"),
     ({"overflow": "drop_micro_batch"}, "'overflow' must be 'drop_window', but got 'drop_micro_batch': a", "batch"),
     ({"overflow": "drop_micro_batch"}, "must be 'drop_window', but got 'drop_micro_batch': the compiler"),
-    ({"record_noise": True, "reduction": "sum"}, "'record_noise' .* got 1 loss.es., reduction='sum', count=None"),
+    ({"record_noise": True, "reduction": "sum"}, "'record_noise' .* got 1 loss.es., reduction='sum' and count=None"),
     ({"record_noise": True}, "'record_noise' must be False, but got True: a micro-batch's", "batch"),
     ({"record_noise": True}, "'record_noise' must be False, but got True: the compiler"),
     ({"aux": True, **TWO}, "aux=True the network must return one loss .* got 2 loss.es. and .* 'WithLossCell'"),
     ({"split": MaxTokens(8, 0)}, "fills micro-batches up with rows of padding, .* but got count=None"),
     ({"split": MaxTokens("auto", 0), "count": CountMask(), "jit": False}, "compiles in PyNative mode .* got jit=False"),
-    ({**BY_FUNCTION, **SHARDED}, "got 1 loss.es., sharded=True .* class 'WithLossCell'"),
+    ({**BY_FUNCTION, **TWO}, "got 2 loss.es. and a network of class 'WithLossCell'"),
     (BY_FUNCTION, "needs Python at each batch, .* but the training step is part of another graph"),
     ({"split": EvenSplit(shared=(1,))}, r"pipeline the argument 'split' must be None, but got EvenSplit\(shared=\(1,"),
     (
@@ -273,7 +270,6 @@ VALUES: dict[str, list[dict[str, Any]]] = {
         {"accumulators": Accumulators(ms.bfloat16)},
         {"accumulators": Accumulators(ms.float16)},
         {"accumulators": Accumulators(compensated=True)},
-        SHARDED,
     ],
     "overflow": [{"overflow": "drop_micro_batch"}],
     "record_noise": [{"record_noise": True}],

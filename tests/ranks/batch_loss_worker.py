@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank
 
-from gaccum_ms import Accumulators, GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell, audit
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell, audit
 from gaccum_ms.accumulation.grad_cache import TwoPasses
 from tests.support import contrastive
 from tests.support.contrastive import accumulated, batches, make_parts, whole
@@ -111,16 +111,13 @@ def gathered(**options) -> Callable:
 
 
 MOMENTUM = OPTIMIZERS["momentum"]
-SHARDED = {"accumulators": Accumulators(sharded=True)}
 TASKS: dict[str, tuple] = {  # way, gradients_mean, task and its arguments
     "gathered": ("graph", False, trained, "towers", gathered()),
     "gathered, clipped": ("pynative", True, trained, "towers", gathered(max_grad_norm=0.05)),
-    "gathered, sharded": ("graph", True, trained, "towers", gathered(**SHARDED)),
     "gathered, broken": ("pynative", False, trained, "towers", gathered(step_class=step_with(micro_step=CountedTwice))),
     "gathered, labels": ("pynative", False, trained, "labels", gathered()),
     "own, whole": ("pynative", False, trained, "towers", whole, MOMENTUM),
     "own": ("pynative", False, trained, "towers", accumulated(micro_size=3), MOMENTUM),
-    "own, sharded": ("pynative", False, trained, "towers", accumulated(micro_size=3, **SHARDED), MOMENTUM),
     "audit": ("pynative", True, audited),
     "left out": ("pynative", True, left_out),
 }

@@ -226,10 +226,7 @@ SCENARIOS: dict[str, Scenario] = {
     "two losses, scaled": Scenario(overflow_windows(FEW[1:]), BOTH, TWO, scaled=True, mode="pynative"),
     "ratio": Scenario(COUNT_ZERO + BAD_COUNTS, RATIO, mode="pynative"),
     "ratio, clipped": Scenario(overflow_windows(FEW), {**RATIO, "max_grad_norm": 0.1}, scaled=True, mode="pynative"),
-    "ratio, sharded": Scenario(SOUND + COUNT_ZERO + BAD_COUNTS, {**RATIO, "accumulators": Accumulators(sharded=True)}),
-    "outputs, count, sharded": Scenario(
-        SOUND, {**MASK, **OUTPUTS, "accumulators": Accumulators(sharded=True)}, mode="pynative"
-    ),
+    "ratio, in graph mode": Scenario(SOUND + COUNT_ZERO + BAD_COUNTS, RATIO),
     "outputs, ratio": Scenario(SOUND + COUNT_ZERO, {**RATIO, **OUTPUTS}, scaled=True, mode="pynative"),
     "drop window": Scenario(overflow_windows(ALL) + counted_windows()[2:], MASK, scaled=True),
     "drop micro-batch": Scenario(dropped_windows(FEW) + BAD_COUNTS, {**MASK, **DROP}, scaled=True),

@@ -13,7 +13,6 @@ from mindspore.communication import get_group_size, get_rank
 from mindspore.experimental import optim
 
 from gaccum_ms import (
-    Accumulators,
     FlushAccumulation,
     GradAccumulationCell,
     GradAccumulator,
@@ -216,12 +215,7 @@ def take_the_neighbours_slice(optimizer: ShardedOptimizer, step) -> None:
     )
 
 
-def weigh_by_own_unit(optimizer: ShardedOptimizer, step) -> None:
-    step.window.weighing.reduction.mean_over_ranks = lambda own: own
-
-
 COUNTED = {"loss_cell": CountedLoss, "count": count, "max_grad_norm": 0.5}
-SHARDED_ACCUMULATORS = {"accumulators": Accumulators(sharded=True)}
 BY_PARAMETERS = {"partition": "parameters"}
 
 
@@ -249,8 +243,8 @@ def small_buffers(trainer: Trainer) -> None:
 
 def flush(trainer: Trainer) -> None:
     options = {"accumulation_steps": 2, "flush": True, **COUNTED}
-    trainer.reference("shards flush", "sgd", **options)
-    trainer.train("shards flush/sharded", "sgd", True, **SHARDED_ACCUMULATORS, **options)
+    trainer.reference("flush", "sgd", **options)
+    trainer.train("flush/sharded", "sgd", True, **options)
 
 
 @eagerly()
@@ -374,48 +368,6 @@ def save_by_hand(trainer: Trainer, step, file: Path) -> None:
             ms.save_checkpoint(step, str(file))
 
 
-def save_in_window(step, file: str) -> dict[str, np.ndarray]:
-    """Save in mid-window, and return the state at the window's end."""
-    run(step, 0, 3)
-    with step.optimizer.whole_state():
-        ms.save_checkpoint(step, file)
-    return run(step, 3, 4)
-
-
-def in_window(trainer: Trainer, out: Path) -> None:
-    """With sharded accumulators. The same step goes on; it is compiled, and has another state."""
-    file, name = str(out / f"window{trainer.rank}.ckpt"), "window with sharded accumulators"
-    step = make_step(accumulation_steps=2, accumulators=Accumulators(sharded=True))
-    trainer.keep(f"{name}/whole", save_in_window(step, file))
-    resume(step, file)
-    trainer.keep(f"{name}/resumed", run(step, 3, 4))
-    whole = make_step(accumulation_steps=2)
-    trainer.results["other accumulators/error"] = said(lambda: resume(whole, file))
-
-
-def count_all(x, y):
-    """The samples, or NaN if there is one in the batch."""
-    return y.shape[0] + 0.0 * x.sum()
-
-
-def left_out(trainer: Trainer) -> None:
-    """A window whose first batch has a bad count on rank 0, and one without this batch."""
-    bad, good = (list(map(ms.Tensor, batch)) for batch in joined_data(0, 2))
-    step, other = (
-        make_step(sharded=False, accumulation_steps=2, count=count_all, **SHARDED_ACCUMULATORS) for _ in range(2)
-    )
-    if trainer.rank == 0:
-        bad[0] = bad[0] * np.nan
-        trainer.results["left out/error"] = said(lambda: step(*bad))
-    else:
-        trainer.results["left out/loss"] = as_numpy(step(*bad))
-    step(*good)
-    other(*good)
-    other.flush()
-    for name, trained in (("with", step), ("without", other)):
-        trainer.keep(f"left out/{name}", state_of(trained.network, trained.optimizer))
-
-
 def refusals(trainer: Trainer, out: Path) -> None:
     """Both ranks raise each error, and none waits for the other."""
     rank, errors = trainer.rank, {}
@@ -428,10 +380,6 @@ def refusals(trainer: Trainer, out: Path) -> None:
     flush = FlushAccumulation()
     spanning = make_step(accumulation_steps=2)
     errors["uneven"] = said(lambda: ms.Model(spanning).train(1, data_set(4 - rank), callbacks=[flush, checkpoint()]))
-    spanning = make_step(accumulation_steps=2, accumulators=Accumulators(sharded=True))
-    errors["uneven shards"] = said(lambda: ms.Model(spanning).train(1, data_set(4 - rank), callbacks=[flush]))
-    batch = [ms.Tensor(value[: 3 - rank]) for value in joined_data(0, 1)[0]]
-    errors["micro-batches"] = said(lambda: make_step(accumulators=Accumulators(sharded=True))(*batch))
     plain = nn.TrainOneStepCell(nn.WithLossCell(make_network(), nn.CrossEntropyLoss()), make_step().optimizer)
     errors["plain step"] = said(lambda: ms.save_checkpoint(plain, str(mine / "plain.ckpt")))
 
@@ -448,21 +396,17 @@ TASKS: dict[tuple[str, ...], Task] = {
         training("by parameters/sharded", "adam", apart=True, optimizer_options=BY_PARAMETERS)
     ),
     ("experimental",): experimental,
-    ("shards",): training("shards/sharded", "adam", apart=True, **SHARDED_ACCUMULATORS),
-    ("shards flush",): flush,
+    ("flush",): flush,
     ("broken: forgets",): eagerly()(training("broken: forgets", "adam", broken=forget_to_gather)),
     ("broken: neighbour",): eagerly()(training("broken: neighbour", "adam", broken=take_the_neighbours_slice)),
-    ("broken: unit",): eagerly()(training("broken: unit", "adam", broken=weigh_by_own_unit, **SHARDED_ACCUMULATORS)),
     ("small buffers by parameters",): small_buffers,
     ("pynative by parameters",): eager_by_parameters,
     ("by hand",): loop_of_ones_own,
     ("rates",): rates,
-    ("left out",): eagerly()(left_out),
 }
 WITH_FILES: dict[tuple[str, ...], Callable[[Trainer, Path], object]] = {
     ("adam from one", "adam went on", "alone", "alone again", "resumed", "mindspore's load", "update within"): one_step,
-    ("window with sharded accumulators", "other accumulators"): eagerly()(in_window),
-    ("one rank", "by time", "uneven", "uneven shards", "micro-batches", "plain step"): refusals,
+    ("one rank", "by time", "uneven", "plain step"): refusals,
 }
 
 

@@ -90,13 +90,6 @@ def test_one_micro_batch_has_no_accumulators():
         assert any(name.startswith("accu_grads.") for name in names) == (micro_size > 1)
 
 
-def test_sharded_accumulators_are_the_compilers():
-    ms.set_auto_parallel_context(
-        enable_parallel_optimizer=True, parallel_optimizer_config={"gradient_accumulation_shard": True}
-    )
-    make_step(micro_size=2, accumulators=Accumulators(sharded=True))
-
-
 def test_shared_inputs_need_not_divide():
     step = make_step(micro_size=2, split=EvenSplit(shared=(1,)))
     batch = step._runner.prepare((Tensor(np.zeros((4, 12), np.float32)), Tensor(np.zeros(3, np.float32))))

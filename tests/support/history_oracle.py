@@ -56,7 +56,6 @@ class Setup:
     dtype: str = "float32"  # of the accumulators
     compensated: bool = False
     drops: bool = False
-    sharded: bool = False
     noise: bool = False
     aux: bool = False
     scale: tuple[float, ...] | None = None  # (value,), or (value, factor, window) of one that adjusts itself
@@ -406,29 +405,25 @@ class Oracle:
             return expected
         if not self.position:
             self.steps = int(state[OWN + "accumulation_steps"]) if self.spans else 1
-        # Ranks that add to the same sums leave a batch out together, if its count is known before it runs.
-        everywhere = setup.sharded and any(bad) and setup.reduction != "ratio"
         for window, parts, is_bad in zip(self.windows, batches, bad, strict=True):
             if parts is not None:
-                window.append([] if self._leaves_out() and (everywhere or is_bad) else parts)
+                window.append([] if self._leaves_out() and is_bad else parts)
         own = batches[rank]
         if own is None:
             return expected
         self.rounding = max(self.rounding, 0.0 if setup.compensated else EPSILON[setup.dtype])
         expected.change({OWN + "batch_count": state[OWN + "batch_count"] + 1})
-        if (everywhere or bad[rank]) and self._leaves_out():
+        if bad[rank] and self._leaves_out():
             own = []
         kept = [part for part in own if not part.dropped]
         count = float(sum(part.counts[0] for part in kept))
         loss = self.mean(sum(part.values[0] for part in kept), count)
-        lost = everywhere and self.spans
-        loss = np.nan if lost else loss
         scalar = self.mean(sum(part.scalar for part in kept), count)
         expected.outputs = {"loss": loss, "overflow": False, "scale": state.get(OWN + "scale_sense")}
         expected.outputs |= {"updated": False, "raises": bad[rank] if self.spans else any(bad)}
         if setup.aux:
             expected.outputs["rows"] = np.concatenate([part.rows for part in batches[rank]])
-        if setup.split != "tokens" and not lost:  # a mean over a micro-batch of MaxTokens is also one over its padding
+        if setup.split != "tokens":  # a mean over a micro-batch of MaxTokens is also one over its padding
             expected.outputs["scalar"] = scalar
         expected.tolerance["loss"] = _of(loss)
         if self.spans:

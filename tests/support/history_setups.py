@@ -175,7 +175,7 @@ def accumulator_options(setup: Setup) -> dict[str, Any]:
     return {
         "max_grad_norm": setup.max_norm,
         "transforms": tuple(make_transform(*link) for link in setup.transforms),
-        "accumulators": Accumulators(DTYPES[setup.dtype], setup.compensated, setup.sharded),
+        "accumulators": Accumulators(DTYPES[setup.dtype], setup.compensated),
         "overflow": "drop_micro_batch" if setup.drops else "drop_window",
         "jit": True if setup.mode == "jit" else None,
     }
@@ -295,7 +295,6 @@ def _drawn(random: np.random.Generator, mode: str, ranks: int) -> Setup:
         dtype=low if optimizer in ("sgd", "momentum") else "float32",
         compensated=bool(random.random() < 0.15),
         drops=bool(random.random() < 0.2),
-        sharded=bool(random.random() < (0.15 if ranks > 1 else 0.05) and not accumulator),
         noise=bool(random.random() < 0.15 and not accumulator),
         aux=bool(random.random() < 0.2 and not accumulator),
         scale=scale,

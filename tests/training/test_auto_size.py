@@ -412,7 +412,6 @@ def test_a_real_limit_of_the_address_space():
     ("options", "error", "message"),
     [
         ({"loss_weights": (1.0, 2.0)}, ValueError, r"needs one loss .* but got 2 loss\(es\)"),
-        ({"accumulators": Accumulators(sharded=True)}, ValueError, r"but got .* sharded=True"),
         ({"jit": False}, ValueError, "'auto' compiles in PyNative mode too, .* but got jit=False"),
         ({"micro_size": 2}, ValueError, "exactly one of 'micro_size'"),
         ({"micro_batch_size": "automatic"}, TypeError, "'micro_batch_size' must be an int, but got 'automatic'"),

@@ -756,7 +756,6 @@ def test_goes_on_from_a_checkpoint_in_mid_window(loads_by, tmp_path):
         ({"accumulation_steps": True}, TypeError, "'accumulation_steps' must be an int, but got True"),
         ({"max_grad_norm": -1.0}, ValueError, "'max_grad_norm' must be positive, but got -1.0"),
         ({"accumulators": ms.float16}, TypeError, r"'accumulators' must be gaccum_ms.Accumulators\(...\), but got"),
-        ({"accumulators": Accumulators(sharded=True)}, ValueError, "'accumulators' must have sharded=False, because"),
         ({"overflow": "drop"}, ValueError, "'overflow' must be one of .* but got 'drop'"),
         ({"jit": 1}, TypeError, "'jit' must be a bool, but got 1"),
         ({"jit": None}, TypeError, "'jit' must be a bool, but got None"),
