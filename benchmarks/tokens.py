@@ -149,7 +149,7 @@ def ours(setting: Setting, by_length: bool = False, equal: bool = False) -> Prog
     cut = {"split": split} if by_length else {"micro_batch_size": setting.even_tokens // setting.longest}
     cell = GradAccumulationCell(network, count=CountNotIgnored(sample("corpus").IGNORED), **cut)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.Adam(network.trainable_params())).set_train()
-    return _mindspore_program(setting, equal, network, lambda batch: float(step(*map(ms.Tensor, batch))), split)
+    return _mindspore_program(setting, equal, network, lambda batch: float(step(*map(ms.Tensor, batch))), step.split)
 
 
 def plain(setting: Setting) -> Program:

@@ -6,7 +6,8 @@ samples, once, before the first batch. It runs eagerly and without a gradient, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -72,29 +73,49 @@ def outputs_of(
     """The network's outputs at two numbers of samples; None for what is no Tensor. A network that takes only the first
     number is asked about it alone. `runs` : the inputs of both; `samples` : their numbers of samples; `weights` : what
     forward does not write."""
-    before = Snapshot(network, leave_out=weights)
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
-        with no_grad():
-            first = _values(network(*runs[0]))
-            try:
-                second = _values(network(*runs[1]))
-            except Exception:  # such as a reshape to one number of samples
-                close_tape()  # no gradient is open, but MindSpore has begun to count this call
-                second, samples = first, (samples[0], samples[0])
-    except BaseException:
-        close_tape()
-        raise
-    finally:
-        ms.set_context(mode=mode)
-        before.restore()
+    with _forward_alone(network, weights):
+        first = _values(network(*runs[0]))
+        try:
+            second = _values(network(*runs[1]))
+        except Exception:  # such as a reshape to one number of samples
+            close_tape()  # no gradient is open, but MindSpore has begun to count this call
+            second, samples = first, (samples[0], samples[0])
     if len(first) != len(second):
         return []
     return [
         None if size is None or other_size is None else Output(position, samples, (size, other_size))
         for position, (size, other_size) in enumerate(zip(first, second, strict=True))
     ]
+
+
+def ratio_of(
+    network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[ms.Parameter]
+) -> tuple[float, float] | None:
+    """The numerator and the denominator that the network returns for a micro-batch; None if it returns no such pair,
+    which a check explains when the step is compiled."""
+    with _forward_alone(network, weights):
+        outputs = network(*inputs)
+        pair = [np.asarray(as_numpy(value) if isinstance(value, ms.Tensor) else value) for value in outputs[:2]]
+    if len(pair) < 2 or any(value.dtype.kind not in "iufb" or value.size != 1 for value in pair):
+        return None
+    return float(pair[0].item()), float(pair[1].item())
+
+
+@contextmanager
+def _forward_alone(network: nn.Cell, weights: Sequence[ms.Parameter]) -> Iterator[None]:
+    """Within it, the network runs eagerly and without a gradient; then everything that it wrote is restored."""
+    before = Snapshot(network, leave_out=weights)
+    mode = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    try:
+        with no_grad():
+            yield
+    except BaseException:
+        close_tape()
+        raise
+    finally:
+        ms.set_context(mode=mode)
+        before.restore()
 
 
 def _values(outputs: Any) -> list[np.ndarray | None]:

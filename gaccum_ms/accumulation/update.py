@@ -132,6 +132,11 @@ class Update(nn.Cell):
         """The transforms, without clipping at the front."""
         return tuple(self.transforms.links) if self.has_transforms else ()
 
+    @property
+    def names_of_links(self) -> tuple[str, ...]:
+        """How errors call them."""
+        return self.transforms.names if self.has_transforms else ()
+
     def begin_anew(self) -> None:
         """Reset the transforms' state, before a checkpoint is loaded."""
         for link in self.links:

@@ -17,7 +17,7 @@ from mindspore import nn
 from gaccum_ms.backend.parameters import overwrite
 
 # MindSpore's own attributes of a Cell, among them its compiled graphs; buffers are not among them.
-_OF_EVERY_CELL = frozenset(vars(nn.Cell())) - {"_buffers"}
+OF_EVERY_CELL = frozenset(vars(nn.Cell())) - {"_buffers"}
 
 
 class Snapshot:
@@ -68,12 +68,12 @@ class Snapshot:
         saved = {
             name: (value, self._keep(value))
             for name, value in attributes.items()
-            if name not in _OF_EVERY_CELL and not isinstance(value, (nn.Cell, ms.Parameter, ms.ParameterTuple))
+            if name not in OF_EVERY_CELL and not isinstance(value, (nn.Cell, ms.Parameter, ms.ParameterTuple))
         }
         known = set(attributes)
 
         def undo() -> None:
-            for name in set(attributes) - known - _OF_EVERY_CELL:
+            for name in set(attributes) - known - OF_EVERY_CELL:
                 if not name.startswith("_"):  # these are MindSpore's notes from compiling
                     del attributes[name]
             for name, (value, undo_value) in saved.items():

@@ -179,7 +179,7 @@ class _AboveBar:
 def _items_of(run_context: RunContext, step: TrainOneStepWithGradAccumulationCell, batches: int) -> tuple[int, str]:
     """What the last batch, or those of a sink, hold: this many samples or tokens."""
     parameters = run_context.original_args()
-    plan = step.options.split.plan if step.options.splits_in_python else None
+    plan = step.split.plan if step.split is not None else None
     if parameters.dataset_sink_mode:
         return batches * parameters.train_dataset.get_batch_size(), "samples"
     return (samples_of_batch(run_context), "samples") if plan is None else (plan.tokens, "tokens")

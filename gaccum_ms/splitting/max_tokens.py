@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class MaxTokens(Splitter):
     Args:
         max_tokens (Union[int, AutoSize, str]): The largest number of tokens in a micro-batch, padding included.
             :class:`AutoSize` , or ``"auto"`` for short: the largest number that fits into memory. The attribute
-            ``max_tokens`` is ``None`` before the first batch, and then the number. It is at least the largest width,
+            ``max_tokens`` of the step's ``split`` is ``None`` before the first batch, and then the number. It is at least the largest width,
             and at most large enough for all samples of a width in one micro-batch: more would be padding.
         length (Union[int, Callable]): The lengths of a batch's samples: a function of its inputs that returns a Tensor
             or array of shape :math:`(N,)`, or the position of the input that holds them. Everything behind a sample's
@@ -48,8 +49,8 @@ class MaxTokens(Splitter):
         lengths (Sequence[int], optional): The lengths of all samples of the data set. The widths are chosen for these
             instead of the first batch's. Default: ``None`` .
         padding (Sequence[float], optional): The padding value of each input. Default: ``None`` : the value that the
-            input of the first batch holds behind its shortest sample; 0 if no sample has padding, and for inputs whose
-            axis 1 is not trimmed.
+            input holds behind the shortest sample of the first batch with padding; 0 for inputs that are not trimmed. A
+            batch without padding before that has no rows of padding: its last micro-batch may have fewer rows.
         axes (Mapping[int, Sequence[int]], optional): For the inputs at these positions, the axes to trim, such as
             ``{2: (1, 2)}`` for masks of shape :math:`(N, W, W)`. Default: ``None`` : axis 1 of each input in which it
             is as long as axis 1 of the first input.
@@ -60,8 +61,9 @@ class MaxTokens(Splitter):
 
     Outputs:
         list[tuple[Tensor]], the inputs of each micro-batch. ``plan`` is then the :class:`TokenPlan` of this batch, to
-        print and to draw. Outputs of a network with `aux` come back in the batch's order; an axis of tokens is padded
-        with zeros, or cut, to :math:`W` .
+        print and to draw. A training step does not change this object, which several steps may have: its ``split`` is a
+        copy with the step's own ``plan`` , ``widths`` and ``max_tokens`` . Outputs of a network with `aux` come back in
+        the batch's order; an axis of tokens is padded with zeros, or cut, to :math:`W` .
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -69,7 +71,8 @@ class MaxTokens(Splitter):
         ValueError: If `max_tokens` or a width is less than 1, or `widths` are not ascending; if the inputs of a batch
             differ in their number of samples; if the lengths of a batch are not one whole number from 0 to :math:`W`
             for each sample; if a sample is longer than `max_tokens` or the largest width; if `padding` does not have
-            one value for each input.
+            one value for each input, or must be given, because a batch without padding is narrower than its width and
+            none before it had padding; in a training, if a row of padding counts something.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -107,6 +110,7 @@ class MaxTokens(Splitter):
         size: Any = auto_size_of(max_tokens)
         self.auto = size if isinstance(size, AutoSize) else None
         self.max_tokens: int | None = None
+        self.widths: tuple[int, ...] | None = None  # that may be compiled, ascending; None until the first batch
         if not self.auto:
             check_positive_int(_NAME, "max_tokens", size)
             self.max_tokens = size
@@ -118,10 +122,7 @@ class MaxTokens(Splitter):
         self._length = length
         self._padding: tuple[float, ...] | None = None if padding is None else tuple(padding)
         self._axes = dict(axes or {})
-        self.widths: tuple[int, ...] | None = None  # that may be compiled, ascending; None until the first batch
         self._number = 0
-        self._filler: tuple[ms.Tensor, ...] | None = None  # a row of padding
-        self._filler_is_checked = False
         if isinstance(widths, int):
             check_positive_int(_NAME, "widths", widths)
             self._number = widths
@@ -131,6 +132,10 @@ class MaxTokens(Splitter):
             array = whole_numbers("lengths", np.asarray(lengths), None)
             self._check_longest(array)
             self.widths = best_widths(np.maximum(array, 1), self._number)
+        self._given = self.max_tokens, self.widths
+        self._fillers = self._padding  # the padding value of each input; None until one is known
+        self._filler_row: tuple[ms.Tensor, ...] | None = None  # a row of padding, until it is checked
+        self._is_checked = False
 
     def __call__(self, *inputs: Any) -> MicroBatches:
         if self.max_tokens is None:
@@ -143,11 +148,22 @@ class MaxTokens(Splitter):
             self.max_tokens = max(self.max_tokens, widths[-1])
         self._check_longest(rows.lengths)
         self._check_widest(rows.lengths, widths)
-        if not self._filler_is_checked:
-            self._filler = rows.micro_batch(np.array([NOBODY]), widths[0])
-        self.widths, self._padding = widths, rows.fillers
-        self.plan = plan_tokens(rows.lengths, rows.before, widths, self.max_tokens)
+        fillers = self._fillers_of(rows)
+        if fillers is None:
+            self._check_needs_none(rows, widths)
+        else:
+            rows = rows._replace(fillers=fillers)
+            self._filler_row = None if self._is_checked else rows.micro_batch(np.array([NOBODY]), widths[-1])
+        self.widths, self._fillers = widths, fillers
+        self.plan = plan_tokens(rows.lengths, rows.before, widths, self.max_tokens, fills=fillers is not None)
         return [rows.micro_batch(samples, width) for width, samples in self.plan.parts]
+
+    def working_copy(self) -> MaxTokens:
+        made = copy.copy(self)
+        made.max_tokens, made.widths = self._given
+        made._fillers, made._filler_row, made._is_checked = self._padding, None, False
+        made.plan = None
+        return made
 
     def cut_into(self, tokens: int) -> None:
         """Let micro-batches have this many tokens, which a search has found."""
@@ -184,18 +200,18 @@ class MaxTokens(Splitter):
         joined = np.concatenate([_at_width(output, tokens, self.plan.before) for output in outputs], axis)
         return joined.take(self.plan.order, axis)
 
-    def check_count(self, count: Callable) -> None:
-        """Check once that rows of padding count nothing."""
-        if self._filler_is_checked or self._filler is None:
+    def check_padding(self, counted: Callable[..., Sequence[tuple[str, float]]]) -> None:
+        """Done once."""
+        if self._filler_row is None:
             return
-        counted = float(count(*self._filler))
-        if counted != 0:
-            raise ValueError(
-                f"For '{_NAME}', 'count' must be 0 for rows that hold padding alone, with which micro-batches are "
-                f"filled up, but got {counted:g} for a row of {list(self._padding or ())}. Give 'padding', what each "
-                f"input holds where there is nothing, such as the label that 'count' ignores."
-            )
-        self._filler_is_checked = True
+        for name, number in counted(*self._filler_row):
+            if number != 0:
+                raise ValueError(
+                    f"For '{_NAME}', {name} must be 0 for rows that hold padding alone, with which micro-batches are "
+                    f"filled up, but got {number:g} for a row of {list(self._fillers or ())}. Give 'padding', what "
+                    f"each input holds where there is nothing, such as the label that is ignored."
+                )
+        self._filler_row, self._is_checked = None, True
 
     def _read(self, inputs: Sequence[Any], max_tokens: int | None) -> tuple[Rows, tuple[int, ...]]:
         """A batch, and the widths to trim it to."""
@@ -203,7 +219,10 @@ class MaxTokens(Splitter):
         samples, before = arrays[0].shape[:2]
         lengths = self._lengths(inputs, samples, before)
         axes = [self._axes.get(position, axes_of(array, before)) for position, array in enumerate(arrays)]
-        rows = Rows(arrays, axes, self._fillers(arrays, axes, lengths, before), lengths, before)
+        self._check_padding_of(arrays)
+        # Until the padding is known, values that the inputs hold somewhere, for trials of sizes alone.
+        fillers = self._fillers or tuple(array.flat[0] if array.size else 0 for array in arrays)
+        rows = Rows(arrays, axes, fillers, lengths, before)
         return rows, self._widths_for(lengths, before, max_tokens)
 
     def _lengths(self, inputs: Sequence[Any], samples: int, before: int) -> np.ndarray:
@@ -243,24 +262,35 @@ class MaxTokens(Splitter):
                 f"sample of {longest} tokens. Cut such samples, or give 'widths' or 'lengths' that include theirs."
             )
 
-    def _fillers(
-        self, arrays: Sequence[np.ndarray], axes: Sequence[Sequence[int]], lengths: np.ndarray, before: int
-    ) -> tuple[Any, ...]:
-        """The padding value of each input."""
-        if self._padding is not None:
-            if len(self._padding) != len(arrays):
-                raise ValueError(
-                    f"For '{_NAME}', the argument 'padding' must have one value for each input, but got "
-                    f"{len(self._padding)} and {len(arrays)} input(s)."
-                )
-            return self._padding
-        short = int(np.argmin(lengths))
-        if lengths[short] == before:
-            return (0,) * len(arrays)
+    def _check_padding_of(self, arrays: Sequence[np.ndarray]) -> None:
+        if self._padding is not None and len(self._padding) != len(arrays):
+            raise ValueError(
+                f"For '{_NAME}', the argument 'padding' must have one value for each input, but got "
+                f"{len(self._padding)} and {len(arrays)} input(s)."
+            )
+
+    def _fillers_of(self, rows: Rows) -> tuple[Any, ...] | None:
+        """The padding value of each input: what is known, or what this batch holds behind its shortest sample; None if
+        no sample has padding."""
+        short = int(np.argmin(rows.lengths))
+        length = rows.lengths[short]
+        if self._fillers is not None or length == rows.before:
+            return self._fillers
         return tuple(
-            array[short].reshape((before, -1))[lengths[short], 0] if 1 in trimmed else 0
-            for array, trimmed in zip(arrays, axes, strict=True)
+            array[(short, *(length if axis in trimmed else 0 for axis in range(1, array.ndim)))] if trimmed else 0
+            for array, trimmed in zip(rows.arrays, rows.axes, strict=True)
         )
+
+    def _check_needs_none(self, rows: Rows, widths: tuple[int, ...]) -> None:
+        """Refuse a batch without padding that must be widened, while nobody knows by what."""
+        width = next(width for width in widths if width >= rows.before)
+        if width > rows.before:
+            raise ValueError(
+                f"For '{_NAME}', the argument 'padding' must be given, because samples are padded to a width of "
+                f"{width}, but got none, and {rows.lengths.size} sample(s) of {rows.before} tokens each, and no batch "
+                f"before that shows the padding. Give what each input holds where there is nothing, such as "
+                f"padding=(0, -100) for tokens and labels."
+            )
 
 
 def _at_width(output: np.ndarray, axes: Sequence[int], width: int) -> np.ndarray:

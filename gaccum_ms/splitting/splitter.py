@@ -32,8 +32,14 @@ class Splitter:
         """The micro-batches, each a tuple of Tensors."""
         raise NotImplementedError
 
-    def check_count(self, count: Callable) -> None:
-        """Check, after a batch was split, that rows without a sample count nothing."""
+    def working_copy(self) -> Splitter:
+        """What one training step splits by: what it learns from its batches is not in the user's object, which other
+        steps may have too."""
+        return self
+
+    def check_padding(self, counted: Callable[..., Sequence[tuple[str, float]]]) -> None:
+        """Check, after a batch was split, that rows without a sample count nothing. `counted` : a function of the
+        inputs of such a row, which returns names and numbers that must be 0."""
 
     def two_sizes(self, *batch: Any) -> tuple[MicroBatches, tuple[int, int], tuple[int, int]] | None:
         """Two micro-batches that differ in their rows and widths, the numbers of rows, and the widths; None: no other

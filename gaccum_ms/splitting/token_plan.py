@@ -100,8 +100,11 @@ class TokenPlan:
         draw_token_plan(self, path)
 
 
-def plan_tokens(lengths: np.ndarray, before: int, widths: Sequence[int], max_tokens: int) -> TokenPlan:
-    """Lay out a batch in micro-batches. All micro-batches of a width have the same number of rows.
+def plan_tokens(
+    lengths: np.ndarray, before: int, widths: Sequence[int], max_tokens: int, fills: bool = True
+) -> TokenPlan:
+    """Lay out a batch in micro-batches. All micro-batches of a width have the same number of rows, except that without
+    `fills` the last one has no rows of padding.
 
     The micro-batches are filled from the largest width down. The free rows of a width's last micro-batch take the
     longest of the shorter samples: otherwise these rows would be padding. Only the very last micro-batch may have rows
@@ -122,7 +125,8 @@ def plan_tokens(lengths: np.ndarray, before: int, widths: Sequence[int], max_tok
         for _ in range(number):
             samples = longest_first[taken : taken + rows]
             taken += samples.size
-            parts.append((width, np.concatenate([samples, np.full(rows - samples.size, NOBODY)])))
+            free = rows - samples.size if fills else 0
+            parts.append((width, np.concatenate([samples, np.full(free, NOBODY)])))
     return TokenPlan(lengths, before, tuple(widths), max_tokens, tuple(parts))
 
 

@@ -21,11 +21,12 @@ class FoundTokens(AutomaticSize):
     """Finds the number of tokens in a step's micro-batches, and trains with it."""
 
     _of = "max_tokens"
+    _tokens: Any
 
     def __init__(self, parts: Parts, cell: GradAccumulationCell, make_step: MakeStep, split: PythonSplit) -> None:
         super().__init__(parts, cell, make_step)
         self._split = split
-        self._tokens: Any = cell.split  # the MaxTokens
+        self.split = self._tokens = split.split  # the MaxTokens of this step
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         if self.size is None:

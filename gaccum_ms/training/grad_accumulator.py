@@ -32,6 +32,7 @@ from gaccum_ms.training.admission import admit_weights, check_gradients, checked
 from gaccum_ms.training.advice import warning_of_ranks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
+from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
 from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, BatchReduction
 from gaccum_ms.training.gradients_of_batch import GradientsOfBatch, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
@@ -209,6 +210,13 @@ class GradAccumulator(nn.Cell):
             accumulation_steps,
         )
         self.update = Update(_NAME, optimizer, weights, self.window, options, scale_sense)
+        state = None if graphs.runs_eagerly(jit=True) else lost_state(self.update)
+        refuse_lost_state = refusal(_NAME, state)
+        if state is not None and self._jit:
+            if ms.get_context("mode") == ms.GRAPH_MODE:
+                refuse_lost_state()
+            warn_of_lost_state(_NAME, state)
+            self._jit = False
         self.end_window = WindowEnd(self.window, self.update, self._jit)
         self.accu_grads = self.window.accumulators.sums
         expose_records(self, self.window, self.update, *self.update.links)
@@ -226,6 +234,7 @@ class GradAccumulator(nn.Cell):
         self._look = ops.constexpr(warning_of_ranks(_NAME))
         self.has_scheduler = scheduler is not None
         self._refuse_caller = ops.constexpr(refuse_graphs)
+        self._refuse_lost_state = ops.constexpr(refuse_lost_state)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -383,6 +392,8 @@ class GradAccumulator(nn.Cell):
             raise TypeError(NEEDS_COUNT)
         if self.has_scheduler and not self.called_by_python:
             self._refuse_caller()
+        if not self.called_by_python:
+            self._refuse_lost_state()
         self._check_scaling()
         self._look()
         scale = self.update.scale()

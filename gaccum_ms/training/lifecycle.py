@@ -14,6 +14,7 @@ from gaccum_ms.backend.newer_optimizers import list_rates, refuse_changed_settin
 from gaccum_ms.backend.storage import keep_in_place, parameters_of
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
 from gaccum_ms.training.averages import average_of
+from gaccum_ms.training.compiled_state import lost_state, refusal
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
@@ -35,6 +36,7 @@ class Lifecycle:
         self._position = position
         self._jit = jit
         self._settings: list[dict[str, Any]] | None = None  # of the optimizer's groups, when it was compiled
+        self._may_lose_state = True
 
     def begin_call(self) -> None:
         """Before each batch, flush and other change: refuse what cannot be trained or continued."""
@@ -53,9 +55,16 @@ class Lifecycle:
         self.begin_call()
         if runs_eagerly(self._jit):
             return
+        self.refuse_lost_state()
         if self._settings is None:
             self._settings = settings_of(self._update.optimizer)
         refuse_changed_settings(self._record.owner, self._update.optimizer, self._settings)
+
+    def refuse_lost_state(self) -> None:
+        """Before the update is compiled, once."""
+        if self._may_lose_state and not runs_eagerly(self._jit):
+            refusal(self._record.owner, lost_state(self._update))()
+            self._may_lose_state = False
 
     def keep_in_place(self, cell: nn.Cell) -> None:
         """Make compiled graphs see writes into the Parameters of `cell` , also graphs of which it becomes a part."""

@@ -20,7 +20,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
-from gaccum_ms.accumulation.output_axes import outputs_of
+from gaccum_ms.accumulation.output_axes import outputs_of, ratio_of
 from gaccum_ms.accumulation.outputs import axes_of
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.sums import SUMS
@@ -63,7 +63,7 @@ class PythonSplit(Runner):
         self._first_output = 1 + options.returns_ratio  # its position in what the network returns
         # How the outputs of a MaxTokens are joined: the axis of samples of each, and those of tokens.
         self._axes: list[tuple[int, tuple[int, ...]]] | None = None
-        self.split_by(options.split)
+        self.split_by(options.split.working_copy())
         self.renew_graphs()
 
     def split_by(self, split: Splitter) -> None:
@@ -77,12 +77,23 @@ class PythonSplit(Runner):
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         micro_batches = micro_batches_of(self.split, inputs, self._by_samples)
         self._parts.check_inputs(len(micro_batches[0]))
-        if self._count is not None:  # with a ratio, the network counts
-            self.split.check_count(self._count)
+        self.split.check_padding(self._counted)
         if self._parts.options.aux and self._axes is None:
             self._find_axes(inputs)
         sizes = [part[0].shape[0] if part[0].ndim else 1 for part in micro_batches]
         return Batch(inputs, sizes, lambda: micro_batches)
+
+    def _counted(self, *micro_batch: ms.Tensor) -> list[tuple[str, float]]:
+        """What a micro-batch counts, and with a ratio its numerator, by names for an error."""
+        if self._count is not None:
+            return [("'count'", float(self._count(*micro_batch)))]
+        if not self._parts.options.returns_ratio:
+            return []
+        ratio = ratio_of(self._parts.network, micro_batch, self._parts.weights)
+        if ratio is None:
+            return []
+        numerator, denominator = ratio
+        return [("the denominator of a ratio", denominator), ("the numerator of a ratio", numerator)]
 
     def _find_axes(self, batch: Sequence[Any]) -> None:
         sizes = self.split.two_sizes(*batch)

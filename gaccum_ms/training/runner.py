@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 
 if TYPE_CHECKING:
+    from gaccum_ms.splitting.splitter import Splitter
     from gaccum_ms.training.parts import Parts
 
 
@@ -33,6 +34,7 @@ class Runner:
     """Trains a step on one batch, and ends its windows."""
 
     _parts: Parts
+    split: Splitter | None = None  # what splits the batches in Python, of this step alone
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         """The checked batch. What is wrong with it is one clear error, before anything runs."""

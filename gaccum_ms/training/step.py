@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from gaccum_ms.cell import GradAccumulationCell
     from gaccum_ms.memory.trial import StepOnTrial
     from gaccum_ms.options.options import Options
+    from gaccum_ms.splitting.splitter import Splitter
 
 _NAME = "TrainOneStepWithGradAccumulationCell"
 
@@ -246,6 +247,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         if self._unrolled:
             self.set_train()  # the compiler's passes need it
         else:
+            self._lifecycle.refuse_lost_state()
             self._lifecycle.keep_in_place(self)
 
     def _open_window(self) -> OpenWindow | None:
@@ -274,6 +276,12 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     def options(self) -> Options:
         """The options of the cell."""
         return self._setup.options
+
+    @property
+    def split(self) -> Splitter | None:
+        """What splits this step's batches in Python: with :class:`MaxTokens` the step's own copy, whose ``plan`` ,
+        ``widths`` and ``max_tokens`` are those of this training. ``None`` if no `split` of the cell does."""
+        return self._runner.split
 
     @property
     def micro_batch_size(self) -> int | None:

@@ -68,20 +68,20 @@ def number_of_labels(tokens, labels):
 class Speed(ms.Callback):
     """Records the loss after each update, and prints the tokens per second of this rank at intervals."""
 
-    def __init__(self, split, print_every):
+    def __init__(self, print_every):
         super().__init__()
-        self.split = split
         self.print_every = print_every
         self.losses, self.tokens = [], 0
 
     def on_train_step_end(self, run_context):
         parameters = run_context.original_args()
         self.losses.append(float(parameters.net_outputs.asnumpy()))  # over the tokens of all ranks
+        plan = parameters.train_network.split.plan
         if len(self.losses) == 1:
-            print(self.split.plan, flush=True)  # how the first batch was split
+            print(plan, flush=True)  # how the first batch was split
             self.start = time.perf_counter()
             return  # most of the first update's time was compilation
-        self.tokens += self.split.plan.tokens
+        self.tokens += plan.tokens
         if len(self.losses) % self.print_every == 0:
             speed = self.tokens / (time.perf_counter() - self.start)
             print(
@@ -137,11 +137,11 @@ def main():
     split = MaxTokens(args.max_tokens, number_of_labels, lengths=corpus.lengths)
     cell = GradAccumulationCell(network, split=split, count=CountNotIgnored(IGNORED), max_grad_norm=1.0)
     model = ms.Model(cell, optimizer=nn.Adam(network.trainable_params(), 0.003))
-    speed = Speed(split, args.print_every)
+    speed = Speed(args.print_every)
     model.train(args.epochs, data_set, callbacks=[speed], dataset_sink_mode=False)
 
     if rank == 0:
-        draw(speed.losses, split.plan, args.picture)
+        draw(speed.losses, model.train_network.split.plan, args.picture)
         print(f"picture: {args.picture}", flush=True)
     if ranks > 1:
         ops.AllReduce()(Tensor([1.0])).asnumpy()  # a rank that leaves early breaks the others' last one

@@ -45,7 +45,7 @@ def play(name: str) -> Callable[[Path], Results]:
             network, step = auto_step(96, accumulation_steps=steps)
         else:
             step = step_of(max_tokens(), accumulation_steps=steps, **options)
-        split, numbers, tokens = step.options.split, [], []
+        split, numbers, tokens = step.split, [], []
         for number, one in enumerate(data_of(rank)):
             if halves and rank == 1 and number == 1:
                 network.set_largest(60)
@@ -79,7 +79,7 @@ def search(_: Path) -> Results:
         for number in range(2):
             tokens, labels = batch(10 * rank + number, width=widths[rank][-1])
             losses.append(float(step(Tensor(tokens), Tensor(labels)).asnumpy()))
-        found.append(split.max_tokens)
+        found.append(step.split.max_tokens)
     ms.set_auto_parallel_context(parameter_broadcast=False)
     return {"search/tokens": np.array(found), "search/losses": np.array(losses)}
 

@@ -129,9 +129,10 @@ def test_finds_the_number_that_fits_on_all_widths_once(widths, rows, samples, si
     data = [batch(seed, samples) for seed in range(3)]
     split = max_tokens(max_tokens=AutoSize(PLENTY), widths=widths)
     step = step_of(split, Limited(rows=rows))
-    assert split.max_tokens is None
+    assert step.split.max_tokens is None
     losses = run(step, data)
-    assert split.max_tokens == sizes[1] * LENGTH
+    assert split.max_tokens is None
+    assert step.split.max_tokens == sizes[1] * LENGTH
     assert tried == sizes
     assert len(step._runner._split._graph.compile_cache) == len(widths)
     with eagerly():
@@ -185,7 +186,7 @@ def trained(tokens: int | str, room: int) -> tuple[int, int]:
     step = make_step(network, nn.Adam, split=split, count=CountNotIgnored(IGNORED))
     for _ in range(2):
         step(*data).asnumpy()
-    return split.max_tokens, own("VmHWM") - before
+    return step.split.max_tokens, own("VmHWM") - before
 
 
 @pytest.mark.idle
@@ -256,7 +257,7 @@ def test_halves_and_goes_on(monkeypatch, pynative):
     state, the window's position and sums, and the default generator are restored. No batch is lost or counted twice."""
     options = {"accumulation_steps": 2, "accumulators": Accumulators(compensated=True)}
     step, losses = fail_in_the_second_batch(monkeypatch, options)
-    split = step.options.split
+    split = step.split
     assert split.max_tokens == split.plan.max_tokens == 24
     losses += run(step, MARKED[2:4])
     assert len(step._runner._split._graph.compile_cache) == 1

@@ -112,8 +112,8 @@ def test_equals_the_whole_padded_batch_in_at_most_as_many_graphs_as_widths(mode)
         whole = whole_step()
         np.testing.assert_allclose(losses, run(whole, DATA), rtol=1e-5)
     assert_alike(step, whole)
-    assert split.widths[-1] == LENGTH
-    assert len(split.widths) == 2
+    assert step.split.widths[-1] == LENGTH
+    assert len(step.split.widths) == 2
     if mode == "graph":
         run(step, [batch(seed, samples) for seed, samples in enumerate((2, 3, 11, 40, 64), start=50)])
         assert len(step._runner._graph.compile_cache) == 2, "whatever comes"
@@ -295,8 +295,114 @@ def test_inputs_of_unequal_lengths_change_nothing(pynative):
 
 def test_rows_that_are_filled_up_must_count_nothing(pynative):
     step = step_of(max_tokens(padding=(0, 7), widths=(8, LENGTH)))
+    before = everything(step)
     with pytest.raises(ValueError, match=r"'count' must be 0 for rows that hold padding alone.*but got \d+ for a row"):
         run(step, DATA[:1])
+    assert_identical(everything(step), before)
+
+
+class Ratio(nn.Cell):
+    """A sum over labels, and how many count; `of_labels` : these are the labels that are not ignored."""
+
+    def __init__(self, of_labels=True, masks=True):
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY, embedding_table="normal")
+        self.loss = nn.CrossEntropyLoss(reduction="none")
+        self.of_labels, self.masks = of_labels, masks
+
+    def construct(self, tokens, labels):
+        losses = self.loss(self.table(tokens).reshape((-1, VOCABULARY)), labels.reshape((-1,)))
+        valid = (labels.reshape((-1,)) != IGNORED).astype(ms.float32)
+        losses = losses * valid if self.masks else losses + 1
+        return losses.sum(), valid.sum() if self.of_labels else tokens.shape[0]
+
+
+def ratio_step(split, network):
+    network.table.embedding_table.set_data(Tensor(np.eye(VOCABULARY, dtype=np.float32)))
+    return make_step(network, momentum, split=split, count=None, reduction="ratio")
+
+
+@pytest.mark.parametrize(
+    ("padding", "network", "what"),
+    [
+        ((0, 7), Ratio, "the denominator of a ratio must be 0 .* but got 24 for a row of"),
+        ((0, IGNORED), lambda: Ratio(of_labels=False), "the denominator of a ratio must be 0 .* but got 1 for"),
+        ((0, IGNORED), lambda: Ratio(masks=False), "the numerator of a ratio must be 0"),
+        (None, lambda: Ratio(of_labels=False), "the denominator of a ratio must be 0"),
+    ],
+)
+def test_rows_that_are_filled_up_must_be_0_in_a_ratio(padding, network, what, pynative):
+    step = ratio_step(max_tokens(padding=padding), network())
+    before = everything(step)
+    with pytest.raises(ValueError, match=what):
+        run(step, DATA[:1])
+    assert_identical(everything(step), before)
+
+
+FULL = batch(7, 7, 8)[0] * 0 + 3, np.tile(np.arange(8, dtype=np.int32), (7, 1))
+
+
+@pytest.mark.core(mode="pynative", reduction="ratio")
+@pytest.mark.parametrize("reduction", ["mean", "ratio"])
+def test_a_first_batch_without_padding_is_no_evidence_of_what_padding_is(mode, reduction):
+    """Seven full texts, of which three fit into a micro-batch: nothing fills up the last one. A later batch shows the
+    padding, which fills up from then on."""
+    split, told = (max_tokens(max_tokens=24, widths=[8, 24], padding=padding) for padding in (None, (0, IGNORED)))
+    padded = batch(8, 7)
+    data = [FULL, padded, FULL]
+    if reduction == "ratio":
+        step, known = ratio_step(split, Ratio()), ratio_step(told, Ratio())
+    else:
+        step, known = step_of(split), step_of(told)
+    losses, plans = [], []
+    for one in data:
+        losses += run(step, [one])
+        plans.append(step.split.plan)
+    np.testing.assert_allclose(losses, run(known, data), rtol=1e-5)
+    assert_alike(step, known)
+    assert [(rows >= 0).all() for _, rows in plans[0].parts] == [True] * 3
+    assert (plans[2].parts[-1][1] < 0).any()
+    assert plans[0].parts[-1][1].size == 1
+
+
+def test_a_batch_without_padding_that_must_be_widened_asks_for_padding(pynative):
+    step = step_of(max_tokens(widths=[12, LENGTH]))
+    before = everything(step)
+    with pytest.raises(ValueError, match=r"'padding' must be given, .* width of 12, but got none, and 7 sample\(s\) of 8"):
+        run(step, [FULL])
+    assert_identical(everything(step), before)
+    run(step, DATA[:1])  # shows the padding
+    run(step, [FULL])
+
+
+def test_masks_show_their_padding_too():
+    """A mask is trimmed along other axes than its first: what it holds behind the sample along these."""
+    tokens, labels = batch(3, 6)
+    mask = np.where(tokens == 0, -9.0, 0.0).astype(np.float32)[:, None, None]
+    split = MaxTokens(72, lambda tokens, *_: (tokens != 0).sum(1), [LENGTH + 2], axes={2: (3,)})
+    parts = split(*map(Tensor, (tokens, labels, mask)))
+    masks = np.concatenate([part[2].asnumpy() for part in parts])
+    assert masks.shape[-1] == LENGTH + 2
+    assert (masks[..., LENGTH:] == -9).all()
+
+
+def test_the_users_object_stays_as_it_is_and_serves_two_steps(pynative):
+    """The second step's batches are narrower, and have another padding."""
+
+    def length(tokens, labels):
+        return (tokens != (0 if tokens.shape[1] == LENGTH else VOCABULARY - 1)).sum(1)
+
+    split = max_tokens(length=length, widths=2)
+    before = dict(vars(split))
+    tokens, labels = batch(1, 12, 10)
+    steps = step_of(split), step_of(split)
+    run(steps[0], DATA[:1])
+    run(steps[1], [(np.where(tokens == 0, VOCABULARY - 1, tokens), labels)])
+    assert vars(split) == before
+    assert [step.split.widths[-1] for step in steps] == [LENGTH, 10]
+    assert [step.split.plan.before for step in steps] == [LENGTH, 10]
+    assert split.plan is None
+    assert step_of(EvenSplit(), count=None, micro_size=2).split is None
 
 
 @pytest.mark.parametrize(
