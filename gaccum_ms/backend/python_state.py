@@ -55,6 +55,7 @@ class _Place(NamedTuple):
     read: Callable[[], dict[Any, Any]]
     write: Callable[[dict[Any, Any]], Any]
     is_lost: bool = True  # in a graph; a generator of random numbers is not, which a graph calls at each run
+    is_container: bool = False  # an entry that it did not have is named by the container
 
 
 def written_state(roots: Sequence[Root], weights: Iterable[ms.Parameter]) -> list[str]:
@@ -95,7 +96,7 @@ class _Reached:
                 for size in (1.0, 2.0):
                     run(size)
             changed = [
-                place.name(key)
+                place.name(key if key in old or not place.is_container else None)
                 for place, old in zip(self._places, before, strict=True)
                 if place.is_lost
                 for key in _differences(old, place.read())
@@ -213,17 +214,19 @@ class _Reached:
         if isinstance(value, (list, collections.deque)):
             self._places.append(
                 _Place(
-                    lambda key: f"{name}[{key}]",
+                    lambda key: name if key is None else f"{name}[{key}]",
                     lambda: dict(enumerate(value)),
                     lambda old: (value.clear(), value.extend(old.values())),
+                    is_container=True,
                 )
             )
         elif isinstance(value, dict):
             self._places.append(
                 _Place(
-                    lambda key: f"{name}[{key!r}]",
+                    lambda key: name if key is None else f"{name}[{key!r}]",
                     lambda: dict(value),
                     lambda old: (value.clear(), value.update(old)),
+                    is_container=True,
                 )
             )
         elif isinstance(value, set):

@@ -33,7 +33,9 @@ _DNNL_CPU_ISA_AVX512_BIT = 0x20
 
 _LIMITED = (
     f"gaccum_ms limits oneDNN to {AVX2} on this CPU with AVX-512: {VARIABLE}={AVX2}. Without, MindSpore's convolutions "
-    f"take up to eighty times as long. Set {VARIABLE} yourself to choose otherwise, {VARIABLE}=ALL for no limit."
+    f"take up to eighty times as long. Set {VARIABLE} yourself to choose otherwise, {VARIABLE}=ALL for no limit. "
+    f"Other kernels round otherwise: to compare with a training without gaccum_ms, start that with {VARIABLE}={AVX2} "
+    f"in its environment too."
 )
 _TOO_LATE = (
     f"On this CPU with AVX-512 MindSpore's convolutions take up to eighty times as long as with {VARIABLE}={AVX2}, "

@@ -7,14 +7,19 @@ set the network to training.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import mindspore as ms
+from mindspore import nn
 
 from gaccum_ms.backend.graphs import runs_eagerly
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.cell import check_inputs
 from gaccum_ms.distributed.ranks import advice_about_ranks
 from gaccum_ms.layers.batchnorm import advice_about_batch_norm, advice_about_one_value
+from gaccum_ms.layers.evaluation_mode import advice_about_evaluation_mode, networks_of
 from gaccum_ms.layers.hooks import advice_about_forward_hooks, advice_about_hooked_weights
 from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.layers.summaries import advice_about_summaries
@@ -35,6 +40,29 @@ def warning_of_ranks(owner: str) -> Callable[[], None]:
             warn_user(text)
 
     return warn
+
+
+class AdviceOfLoop:
+    """What an accumulator says, once, about the networks of its loop, as far as it knows them. It looks at the first
+    gradients, so that the loop may set the mode after it has made its functions."""
+
+    def __init__(self, owner: str, weights: Sequence[ms.Parameter]) -> None:
+        self._owner = owner
+        self._weights = {id(weight) for weight in weights}
+        self._networks: list[weakref.ref[nn.Cell]] = []
+
+    def note(self, function: Callable[..., Any]) -> None:
+        """Note a function that is differentiated, and its networks that have weights of the loop."""
+        for network in networks_of(function):
+            if self._weights.intersection(map(id, network.get_parameters())):
+                self._networks.append(weakref.ref(network))
+
+    def look(self) -> None:
+        networks = [network for reference in self._networks if (network := reference()) is not None]
+        self._networks = []
+        text = advice_about_evaluation_mode(self._owner, *networks)
+        if text is not None:
+            warn_user(text)
 
 
 class Advice:
@@ -83,7 +111,10 @@ class Advice:
 
     def _texts(self, accumulates: bool, batch: Sequence[Any] | None) -> list[str | None]:
         network, options = self._setup.network, self._setup.options
-        texts = [advice_about_ranks("GradAccumulationCell")]
+        texts = [
+            advice_about_ranks("GradAccumulationCell"),
+            advice_about_evaluation_mode("GradAccumulationCell", network),
+        ]
         if accumulates:
             texts += [
                 advice_about_batch_norm(network, "twice" if self._setup.of_batch else "once"),

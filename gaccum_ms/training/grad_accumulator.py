@@ -29,7 +29,7 @@ from gaccum_ms.options.checked import accumulator_options
 from gaccum_ms.record.run_record import RunRecord
 from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.admission import admit_weights, check_gradients, checked_count, checked_loss
-from gaccum_ms.training.advice import warning_of_ranks
+from gaccum_ms.training.advice import AdviceOfLoop, warning_of_ranks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
@@ -70,8 +70,9 @@ class GradAccumulator(nn.Cell):
             :class:`TrainOneStepWithGradAccumulationCell` ; the loss must then go through :meth:`scale` before it is
             differentiated, or be multiplied by this cell's ``scale_sense`` . Default: ``None`` .
         jit (bool, optional): Compile the accumulator in PyNative mode too, where it takes a fraction of the time; with
-            a transform or optimizer without source, or a lambda within other code, it runs eagerly, and a warning says
-            so. ``False`` : run it eagerly. Default: ``True`` .
+            a transform or optimizer without source, with a lambda within other code, or with state that it keeps
+            outside of Parameters, it runs eagerly, and a warning says so. ``False`` : run it eagerly. Default:
+            ``True`` .
         reduction (str, optional): What the gradients are of: ``"mean"`` , a batch's mean loss; ``"sum"`` , a sum over
             its items, divided by the window's total count. A sum over no items is added, a mean is not.
             Default: ``"mean"`` .
@@ -109,7 +110,8 @@ class GradAccumulator(nn.Cell):
         ValueError: If an argument has a wrong value; if gradients do not match the optimizer's parameters in number and
             shapes; if a count is negative or not finite; if the weights are in a DistributedDataParallel, as far as
             they show it; if `scheduler` is for another optimizer, or keeps state outside of Parameters, which
-            checkpoints would lose.
+            checkpoints would lose; in graph mode, if the optimizer or a transform changes values that are no
+            Parameters, such as the entries of a list.
         RuntimeError: In semi-auto, auto and hybrid parallel mode; at the first gradients, if there is a `scale_sense`
             and no loss was scaled; with `scheduler` inside `mindspore.jit` .
 
@@ -119,7 +121,7 @@ class GradAccumulator(nn.Cell):
     Examples:
         >>> from mindspore import Parameter, Tensor, nn
         >>> from gaccum_ms import GradAccumulator
-        >>> net = nn.Dense(1, 1, weight_init="ones", bias_init="zeros")
+        >>> net = nn.Dense(1, 1, weight_init="ones", bias_init="zeros").set_train()
         >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
         >>> accumulator = GradAccumulator(optimizer, 2)
         >>> grad_fn = accumulator.value_and_grad(nn.WithLossCell(net, nn.MSELoss()))
@@ -232,6 +234,7 @@ class GradAccumulator(nn.Cell):
         self._records = LoopRecords()
         self._note_loss = ops.constexpr(self._records.note_loss)
         self._look = ops.constexpr(warning_of_ranks(_NAME))
+        self._advice = AdviceOfLoop(_NAME, weights)
         self.has_scheduler = scheduler is not None
         self._refuse_caller = ops.constexpr(refuse_graphs)
         self._refuse_lost_state = ops.constexpr(refuse_lost_state)
@@ -254,6 +257,7 @@ class GradAccumulator(nn.Cell):
         Returns:
             Callable, returns what `function` does, and the gradients, a tuple.
         """
+        self._advice.note(function)
         return value_and_grad(function, self.weights, has_aux)
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
@@ -309,6 +313,7 @@ class GradAccumulator(nn.Cell):
         check_gradients(gradients, self.weights)
         self._scaling.check()
         self._look()
+        self._advice.look()
         if count is not None:
             count = checked_count(count)
         elif self.needs_count:

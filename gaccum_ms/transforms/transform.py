@@ -51,7 +51,8 @@ class Transform(_KeepsArguments, nn.Cell):
 
     A derived class takes the arguments that it needs, and calls ``super().__init__()`` in its constructor. All
     ranks must decide alike. Checkpoints have the Parameters of `state` and `state_like` , with which :func:`resume`
-    continues.
+    continues. A compiled update does not write other values, such as a number or the entries of a list: they are
+    refused there.
 
     In semi-auto and auto parallel mode a gradient is one device's part. A class with ``elementwise = True`` says that
     it treats each element of a gradient and of its weight by itself; other classes of yours are refused there.
