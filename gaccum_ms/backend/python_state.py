@@ -167,33 +167,34 @@ class _Reached:
         names = inspect.getclosurevars(function)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         cells = {name: cell for name, cell in cells.items() if name in names.nonlocals}
-        self._places.append(
-            _Place(
-                str,
-                lambda: {name: cell.cell_contents for name, cell in cells.items()},
-                lambda old: [setattr(cells[name], "cell_contents", value) for name, value in old.items()],
-            )
-        )
+        for name, cell in cells.items():
+            self._add(name, functools.partial(getattr, cell, "cell_contents"), functools.partial(_fill, cell))
         entries = {name: value for name, value in names.globals.items() if name != function.__name__}
-        self._add_names("", function.__globals__, [name for name, value in entries.items() if _is_data(value)])
+        data = [name for name, value in entries.items() if _is_data(value)]
+        self._add_names("", function.__globals__, data, function.__globals__.__setitem__)
         for name, module in list(entries.items()):
             if isinstance(module, ModuleType) and _is_the_users(module):
                 inner = {key: vars(module)[key] for key in function.__code__.co_names if key in vars(module)}
                 data = [key for key, value in inner.items() if _is_data(value)]
-                self._add_names(name + ".", vars(module), data)
+                self._add_names(name + ".", vars(module), data, functools.partial(setattr, module))
                 entries |= {f"{name}.{key}": value for key, value in inner.items()}
         others = [value for value in (*entries.values(), *names.nonlocals.values()) if _is_of_others(value)]
         self.may_write |= bool(others) or _may_write(function.__code__)
         self._takes_next |= "next" in function.__code__.co_names
         if others:
             self._visit_generators()
+        parameters = inspect.signature(function).parameters
         self._todo += [*entries.items(), *names.nonlocals.items()]
+        self._todo += [(name, parameter.default) for name, parameter in parameters.items()]
 
     def _add_names(
-        self, prefix: str, names: Mapping[str, Any], keys: Sequence[str], set_name: Callable[[str, Any], Any] | None = None
+        self,
+        prefix: str,
+        names: Mapping[str, Any],
+        keys: Sequence[str],
+        put: Callable[[str, Any], Any],
     ) -> None:
         """A place of some of a module's or a class's names."""
-        put = set_name or functools.partial(dict.__setitem__, names)  # type: ignore[arg-type]
         self._places.append(
             _Place(
                 lambda key: f"{prefix}{key}",
@@ -216,7 +217,7 @@ class _Reached:
                 _Place(
                     lambda key: name if key is None else f"{name}[{key}]",
                     lambda: dict(enumerate(value)),
-                    lambda old: (value.clear(), value.extend(old.values())),
+                    lambda old: _refill(value, value.extend, old.values()),
                     is_container=True,
                 )
             )
@@ -225,12 +226,12 @@ class _Reached:
                 _Place(
                     lambda key: name if key is None else f"{name}[{key!r}]",
                     lambda: dict(value),
-                    lambda old: (value.clear(), value.update(old)),
+                    lambda old: _refill(value, value.update, old),
                     is_container=True,
                 )
             )
         elif isinstance(value, set):
-            self._add(name, lambda: frozenset(value), lambda old: (value.clear(), value.update(old)))
+            self._add(name, lambda: frozenset(value), lambda old: _refill(value, value.update, old))
         elif isinstance(value, np.ndarray):
             self._add(name, value.copy, lambda old: np.copyto(value, old))
         elif isinstance(value, np.random.Generator):
@@ -262,6 +263,15 @@ def _eagerly() -> Iterator[None]:
             del os.environ["MS_JIT"]
         else:
             os.environ["MS_JIT"] = before
+
+
+def _fill(cell: Any, value: Any) -> None:
+    cell.cell_contents = value
+
+
+def _refill(container: Any, add: Callable[[Any], Any], entries: Iterable[Any]) -> None:
+    container.clear()
+    add(entries)
 
 
 def _differences(old: dict[Any, Any], new: dict[Any, Any]) -> Iterator[Any]:

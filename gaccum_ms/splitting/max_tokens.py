@@ -36,8 +36,9 @@ class MaxTokens(Splitter):
     Args:
         max_tokens (Union[int, AutoSize, str]): The largest number of tokens in a micro-batch, padding included.
             :class:`AutoSize` , or ``"auto"`` for short: the largest number that fits into memory. The attribute
-            ``max_tokens`` of the step's ``split`` is ``None`` before the first batch, and then the number. It is at least the largest width,
-            and at most large enough for all samples of a width in one micro-batch: more would be padding.
+            ``max_tokens`` of the step's ``split`` is ``None`` before the first batch, and then the number. It is at
+            least the largest width, and at most large enough for all samples of a width in one micro-batch: more would
+            be padding.
         length (Union[int, Callable]): The lengths of a batch's samples: a function of its inputs that returns a Tensor
             or array of shape :math:`(N,)`, or the position of the input that holds them. Everything behind a sample's
             length is padding.
@@ -276,10 +277,11 @@ class MaxTokens(Splitter):
         length = rows.lengths[short]
         if self._fillers is not None or length == rows.before:
             return self._fillers
-        return tuple(
-            array[(short, *(length if axis in trimmed else 0 for axis in range(1, array.ndim)))] if trimmed else 0
-            for array, trimmed in zip(rows.arrays, rows.axes, strict=True)
-        )
+        fillers = []
+        for array, trimmed in zip(rows.arrays, rows.axes, strict=True):
+            place = [short, *(length if axis in trimmed else 0 for axis in range(1, array.ndim))]
+            fillers.append(array[tuple(place)] if trimmed else 0)
+        return tuple(fillers)
 
     def _check_needs_none(self, rows: Rows, widths: tuple[int, ...]) -> None:
         """Refuse a batch without padding that must be widened, while nobody knows by what."""

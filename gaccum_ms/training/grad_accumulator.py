@@ -32,8 +32,8 @@ from gaccum_ms.training.admission import admit_weights, check_gradients, checked
 from gaccum_ms.training.advice import AdviceOfLoop, warning_of_ranks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
-from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
 from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, BatchReduction
+from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
 from gaccum_ms.training.gradients_of_batch import GradientsOfBatch, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
 from gaccum_ms.training.loop_checks import NEEDS_COUNT, Scaling, can_compile, check_rule, refuse_graphs

@@ -54,6 +54,8 @@ class Added(NamedTuple):
 class PythonSplit(Runner):
     """Trains on batches that a function splits."""
 
+    split: Splitter
+
     def __init__(self, parts: Parts) -> None:
         options = parts.options
         self._parts = parts

@@ -142,8 +142,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         ValueError: If the optimizer has no parameter of the network; if an input has no axis 0 or its length differs
             from the others'; if the first batch has fewer samples than `micro_size`; if the loss is not a scalar; if
             a count is negative or not finite; if an embedding makes sparse gradients; if the step is compiled, and
-            the optimizer or a transform changes values that are no Parameters, such as the entries of a list; in semi-auto and auto parallel
-            mode, for options and batches that the compiler cannot accumulate with.
+            the optimizer or a transform changes values that are no Parameters, such as the entries of a list; in
+            semi-auto and auto parallel mode, for options and batches that the compiler cannot accumulate with.
         RuntimeError: In hybrid parallel mode; in semi-auto and auto parallel mode, in PyNative mode or on CPU; if the
             parallel mode has changed between the step's building and its run; with ``micro_batch_size="auto"`` , if not
             even one sample fits into memory, or as part of another graph; with an optimizer that writes no weights

@@ -76,7 +76,7 @@ class Update(nn.Cell):
         self.made = Parameter(Tensor(0.0), name="made")
         self.number, self.lazy, self.tensor = 0, None, Tensor(0.0)
         self.list, self.dict, self.set = [Tensor(0.0)], {"a": 1}, {1}
-        self.deque, self.array, self.holder = collections.deque([1], 2), np.zeros(2), Holder()
+        self.deque, self.array, self.holder = collections.deque([1], 5), np.zeros(2), Holder()
         self.object, self.cell, self.cells, self.random = Attributes(), Steps(), [Steps()], random.Random(1)
         self.generator, self.iterator = np.random.default_rng(0), itertools.count()
         self.by_function = write
@@ -159,7 +159,7 @@ def tensor(self, gradients):
 
 
 def by_setattr(self, gradients):
-    setattr(self, "number", 5)
+    self.number = 5
 
 
 def iterator(self, gradients):
@@ -236,7 +236,12 @@ def everything(update):
     values = (update.number, update.lazy, update.tensor, update.list[:], dict(update.dict), set(update.set))
     held = (*update.deque, *update.array, update.holder.slot, Holder.made, update.object.inner["list"][0])
     cells = (update.cell.seen[:], update.cells[0].seen[:], updates, {key: value[:] for key, value in history.items()})
-    generators = (random.getstate(), update.random.getstate(), str(np.random.get_state()), update.generator.bit_generator.state)
+    generators = (
+        random.getstate(),
+        update.random.getstate(),
+        str(np.random.get_state()),
+        update.generator.bit_generator.state,
+    )
     tensors = [as_numpy(value).tolist() for value in (update.weight, update.made, update.tensor, ms.get_rng_state())]
     return values, held, cells, generators, tensors, update.training
 

@@ -368,7 +368,9 @@ def test_a_first_batch_without_padding_is_no_evidence_of_what_padding_is(mode, r
 def test_a_batch_without_padding_that_must_be_widened_asks_for_padding(pynative):
     step = step_of(max_tokens(widths=[12, LENGTH]))
     before = everything(step)
-    with pytest.raises(ValueError, match=r"'padding' must be given, .* width of 12, but got none, and 7 sample\(s\) of 8"):
+    with pytest.raises(
+        ValueError, match=r"'padding' must be given, .* width of 12, but got none, and 7 sample\(s\) of 8"
+    ):
         run(step, [FULL])
     assert_identical(everything(step), before)
     run(step, DATA[:1])  # shows the padding

@@ -461,3 +461,67 @@ def test_distributed_data_parallel_is_refused_with_the_mode_that_replaces_it(pyn
 def test_nothing_is_said_where_nothing_is_accumulated(pynative):
     assert told(make_step(nn.WithLossCell(dense(), nn.DiceLoss()), micro_size=1), X, ONE_HOT) == []
     assert told(make_step(Regression(), micro_size=2), *batches(8, 1)[0][:1], np.ones(8, np.float32)) == []
+
+
+# -- evaluation mode ---------------------------------------------------------------------------------------------------
+
+
+class ReadsItsMode(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense = dense(1)
+
+    def construct(self, x):
+        return ops.dropout(self.dense(x), 0.5, self.training)
+
+
+MODES_MATTER = {
+    "dropout": lambda: nn.SequentialCell(dense(1), nn.Dropout(p=0.5)),
+    "batch norm": lambda: nn.SequentialCell(dense(2), nn.BatchNorm1d(2), nn.Dense(2, 1)),
+    "its own": ReadsItsMode,
+}
+MODES_DO_NOT = {
+    "dense": lambda: dense(1),
+    "no dropout": lambda: nn.SequentialCell(dense(1), nn.Dropout(p=0.0)),
+    "frozen by choice": lambda: nn.SequentialCell(
+        dense(2), nn.BatchNorm1d(2, use_batch_statistics=False), nn.Dense(2, 1)
+    ),
+}
+TARGETS = X[:, :1]
+
+
+def loop(network):
+    """Two batches of a hand-written loop, beside a teacher in evaluation mode."""
+    accumulator, teacher = GradAccumulator(nn.SGD(network.trainable_params(), 0.1), 2, jit=False), nn.Dropout(p=0.5)
+
+    def forward(x, y):
+        return ops.square(network(x) - teacher(y)).mean()
+
+    function = accumulator.value_and_grad(forward)
+
+    def train(x, y):
+        accumulator(function(x, y)[1])
+
+    return train
+
+
+@pytest.mark.parametrize("name", [*MODES_MATTER, *MODES_DO_NOT])
+def test_training_in_evaluation_mode_is_told_once(name, pynative):
+    make = (MODES_MATTER | MODES_DO_NOT)[name]
+    for train in (loop, lambda network: bare_step(nn.WithLossCell(network, nn.MSELoss()))):
+        texts = told(train(make()), X, TARGETS)
+        assert len(texts) == (name in MODES_MATTER)
+        assert all("is trained in evaluation mode" in text and "call set_train()" in text for text in texts)
+        assert not [text for text in told(train(make().set_train()), X, TARGETS) if "evaluation mode" in text]
+
+
+def test_a_part_in_training_mode_is_the_users_choice(pynative):
+    network = MODES_MATTER["batch norm"]()
+    network[0].set_train()
+    assert told(loop(network), X, TARGETS) == []
+
+
+def bare_step(network):
+    """A step whose mode nobody has set."""
+    cell = GradAccumulationCell(network, micro_size=2)
+    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1))

@@ -23,6 +23,7 @@ from gaccum_ms import (
     GradAccumulationCell,
     GradAccumulator,
     SkipSpikes,
+    Transform,
     WeightAverage,
     WindowMonitor,
     resume,
@@ -661,6 +662,28 @@ def typed(gradients):
 """
 
 
+class CountsUpdates(Transform):
+    def __init__(self):
+        super().__init__()
+        self.made = 0
+
+    def change(self, gradients):
+        self.made += 1
+        return tuple(gradient * (self.made / self.made) for gradient in gradients)
+
+
+class ListMomentum(nn.Optimizer):
+    def __init__(self, parameters, rate):
+        super().__init__(rate, parameters)
+        self.moments = [ops.zeros_like(parameter) for parameter in self.parameters]
+
+    def construct(self, gradients):
+        for index, parameter in enumerate(self.parameters):
+            self.moments[index] = 0.5 * self.moments[index] + gradients[index]
+            ops.assign(parameter, parameter - self.get_lr() * self.moments[index])
+        return True
+
+
 def test_compiles_by_default_and_says_where_it_cannot(pynative):
     typed = {"nn": nn, "ops": ops, "__name__": "__main__"}
     exec(SOURCE_IN_NO_FILE, typed)
@@ -672,6 +695,9 @@ def test_compiles_by_default_and_says_where_it_cannot(pynative):
         (nn.SGD, (typed["Typed"](),), {}, "'Typed', whose source is in no file"),
         (typed["TypedSGD"], (), {}, "'TypedSGD', whose source is in no file"),
         (nn.SGD, (lambda gradients: gradients,), {}, "a lambda within other code, in line"),
+        (nn.SGD, (CountsUpdates(),), {}, r"writes self\.made of 'CountsUpdates'\. So the accumulator runs eagerly"),
+        (ListMomentum, (), {}, r"writes self\.moments\[0\] of 'ListMomentum'\. So the accumulator runs eagerly"),
+        (nn.SGD, (CountsUpdates(),), {"jit": False}, None),
     ]
     # fmt: on
     for optimizer, transforms, options, problem in cases:
@@ -683,6 +709,23 @@ def test_compiles_by_default_and_says_where_it_cannot(pynative):
         assert [accumulator(gradient(x)) for x in (1.0, 3.0)] == [False, True]
         assert moved(accumulator) == [2.0, 0.0]
         assert bool(accumulator.compile_cache) == (problem is None and not options)
+
+
+def test_state_in_a_list_moves_with_each_update_and_is_refused_within_a_graph(pynative):
+    weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        accumulator = GradAccumulator(ListMomentum([weight], 1.0), 1)
+    for _ in range(3):
+        accumulator((Tensor([1.0, 2.0]),))
+    np.testing.assert_allclose(as_numpy(weight), [10 - 4.25, 20 - 8.5])
+
+    @ms.jit
+    def inside(gradients):
+        return accumulator(gradients)
+
+    with pytest.raises(ValueError, match=r"writes self\.moments\[0\] of 'ListMomentum'"):
+        inside((Tensor([1.0, 2.0]),))
+    np.testing.assert_allclose(as_numpy(weight), [10 - 4.25, 20 - 8.5])
 
 
 def test_counts_inside_and_outside_of_jit_may_share_a_window(pynative):

@@ -123,6 +123,45 @@ LINKS = {
 }
 
 
+class Halving(Transform):
+    def __init__(self):
+        super().__init__()
+        self.factor = 2.0
+
+    def change(self, gradients):
+        self.factor = self.factor / 2
+        return tuple(gradient * self.factor for gradient in gradients)
+
+
+def halve(gradients, factors=[2.0]):  # noqa: B006
+    factors[0] = factors[0] / 2
+    return tuple(gradient * factors[0] for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    ("make_link", "state"), [(Halving, r"self\.factor of 'Halving'"), (lambda: halve, r"factors\[0\] of 'halve'")]
+)
+def test_state_that_a_compiled_update_would_not_write_is_refused_where_it_is_compiled(make_link, state):
+    def step_of(**options):
+        network = Regression()
+        cell = GradAccumulationCell(network, 2, transforms=(make_link(),), **options)
+        return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), RATE)).set_train()
+
+    why = rf"must keep in Parameters what they change .* writes .*{state}.* by self\.state\(.* with jit=False"
+    ms.set_context(mode=ms.GRAPH_MODE)
+    with pytest.raises(ValueError, match=why):
+        step_of()
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    with pytest.raises(ValueError, match=why):
+        step_of(jit=True)
+    step = step_of()
+    ms.set_context(mode=ms.GRAPH_MODE)
+    before = everything(step)
+    with pytest.raises(ValueError, match=why):
+        step(*map(Tensor, data()[0]))
+    assert_identical(everything(step), before)
+
+
 @functools.cache
 def by_rules_of(name):
     """The weights after each whole batch, with these links or with none."""
