@@ -343,7 +343,7 @@ def test_state_in_parameters_is_none(mode):
 
 def mindspores():
     """Its optimizers that run on CPU."""
-    left_out = {"Optimizer", "thor", "Thor", "LARS", "FusedAdamW", "AdamW"}
+    left_out = {"Optimizer", "Thor", "LARS", "OptTFTWrapper", "FusedAdamW", "AdamW"}
     for module in (nn.optim, experimental, mint.optim):
         for name, kind in vars(module).items():
             is_optimizer = inspect.isclass(kind) and issubclass(kind, (nn.Optimizer, experimental.Optimizer))
@@ -358,7 +358,7 @@ def test_mindspores_optimizers_give_no_alarm_as_bases_of_the_users(kind, mode, m
     of_package = python_state._root_of
     monkeypatch.setattr(python_state, "_is_the_users", lambda value: of_package(value) in ("mindspore", "tests"))
     network = nn.Dense(3, 2)
-    needed = {"momentum": 0.9, "lr": 0.1, "opt_level": 1}
+    needed = {"learning_rate": 0.1, "momentum": 0.9, "lr": 0.1}
     names = [name for name, each in inspect.signature(kind).parameters.items() if each.default is each.empty]
     optimizer = kind(network.trainable_params(), **{name: needed[name] for name in names if name in needed})
     before = [as_numpy(parameter) for parameter in (*optimizer.get_parameters(), *optimizer.parameters)]
