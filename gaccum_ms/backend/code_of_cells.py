@@ -94,8 +94,9 @@ def written_by(cell: nn.Cell, writers: tuple[Any, ...]) -> list[str]:
 
 
 def calls_of(cell: Any, functions: Sequence[Any], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The calls of these functions in the code of a Cell or a function: each function as the code names it, and the values of those
-    arguments that have `names` , which follow two others. What is not known before the code runs is `Ellipsis` ."""
+    """The calls of these functions in the code of a Cell or a function: each as the code names it, and the values of
+    those arguments that have `names` , which follow two others. What is not known before the code runs is `Ellipsis` .
+    """
     for function, _ in functions_of(cell):
         for node in ast.walk(_tree(function)):
             if isinstance(node, ast.Call) and any(_object(node.func, function, cell) is each for each in functions):

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
-import numpy as np
 from mindspore import mint, nn, ops
 
 from gaccum_ms.backend.code_of_cells import calls_of, named_cells
@@ -81,9 +80,8 @@ class KnownLosses:
         """What to say about those that are weighed in a wrong way, as far as this batch and those before it show."""
         owner, of_batch = self._owner, self._of_batch
         # MultiClassDiceLoss has a DiceLoss.
-        told = [
-            _of_batch(owner, name, kind) for name, kind in of_batch.items() if name.rpartition(".")[0] not in of_batch
-        ]
+        outer = [name for name in of_batch if name.rpartition(".")[0] not in of_batch]
+        told = [_of_batch(owner, name, of_batch[name]) for name in outer]
         for name, loss in self._of_labels:
             if loss.weight is not None:
                 if (self._by_samples or self._by_labels) and (batch is None or integer_inputs(batch)):
@@ -97,8 +95,8 @@ class KnownLosses:
 def _of_batch(owner: str, name: str, kind: str) -> str:
     return (
         f"For '{owner}', the loss '{name}' is {kind} over the whole batch, and the mean of those of "
-        f"micro-batches is another number. Give a GradAccumulationCell gaccum_ms.WithBatchLossCell(backbone, loss), which "
-        f"is exact."
+        f"micro-batches is another number. Give a GradAccumulationCell gaccum_ms.WithBatchLossCell(backbone, loss), "
+        f"which is exact."
     )
 
 
@@ -138,9 +136,7 @@ def integer_inputs(batch: Sequence[Any]) -> list[int]:
     return [index for index, value in enumerate(batch) if isinstance(value, ms.Tensor) and value.dtype in _INTEGERS]
 
 
-def _ignored(
-    loss: nn.Cell | FunctionOfLabels, batch: Sequence[Any], ignored: dict[tuple[int, int], int]
-) -> int | None:
+def _ignored(loss: nn.Cell | FunctionOfLabels, batch: Sequence[Any], ignored: dict[tuple[int, int], int]) -> int | None:
     """The position of the labels, if samples have different numbers of ignored ones, or others than in earlier
     batches."""
     for position in reversed(integer_inputs(batch)):

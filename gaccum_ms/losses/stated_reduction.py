@@ -35,9 +35,10 @@ def is_with_loss_cell(network: Any) -> bool:
 def stated_reduction(function: Callable[..., Any]) -> StatedReduction | None:
     """What the loss of a network, or of a function of a loop, says; None if it says nothing, or its value is not the
     network's."""
-    if not is_with_loss_cell(function):
+    network: Any = _without_casts(function)
+    if not is_with_loss_cell(network):
         return None
-    loss = _without_casts(function._loss_fn)
+    loss = _without_casts(network._loss_fn)
     owner = next(kind for kind in type(loss).__mro__ if "construct" in vars(kind))
     if owner.__module__.startswith("mindspore."):
         return _stated(loss, _of_mindspore(loss, owner), is_certain=True)
@@ -53,10 +54,11 @@ def stated_reduction(function: Callable[..., Any]) -> StatedReduction | None:
     return _stated(loss, own, is_certain=False) if own in ("mean", "sum") else None
 
 
-def _without_casts(loss: nn.Cell) -> nn.Cell:
-    while isinstance(loss, (backend.OutputTo16, backend.OutputTo32, InFloat32)):
-        loss = loss.loss_fn if isinstance(loss, InFloat32) else loss._backbone
-    return loss
+def _without_casts(cell: Any) -> Any:
+    """What is inside the Cells that mixed precision puts around a network or a loss."""
+    while isinstance(cell, (backend.OutputTo16, backend.OutputTo32, InFloat32)):
+        cell = cell.loss_fn if isinstance(cell, InFloat32) else cell._backbone
+    return cell
 
 
 def _stated(loss: nn.Cell, word: str | None, is_certain: bool) -> StatedReduction | None:
@@ -65,7 +67,8 @@ def _stated(loss: nn.Cell, word: str | None, is_certain: bool) -> StatedReductio
 
 def _reduces(kind: type) -> bool:
     """Whether it is one of MindSpore's losses, and not their base."""
-    return kind.__module__.startswith("mindspore.") and "reduction" in _arguments(kind) and kind is not nn.LossBase
+    is_cell = issubclass(kind, nn.Cell) and kind.__module__.startswith("mindspore.")
+    return is_cell and kind is not nn.LossBase and "reduction" in _arguments(kind)
 
 
 def _arguments(kind: type) -> Any:

@@ -1,7 +1,7 @@
 """How many samples a loop's gradients are of, so that a GradAccumulator weighs batches by their samples.
 
-The gradients of `value_and_grad` know it themselves. Where a loop gives others, computed from these, the calls since the
-accumulator's last call tell it.
+The gradients of `value_and_grad` know it themselves. Where a loop gives others, computed from these, the calls since
+the accumulator's last call tell it.
 """
 
 from __future__ import annotations

@@ -78,14 +78,12 @@ CALLED = {
     nn.MAELoss: (X, -X),
     nn.SmoothL1Loss: (X, -X),
     nn.HuberLoss: (X, -X),
-    nn.SoftMarginLoss: (X[:, :4], SIGNS),
     nn.PoissonNLLLoss: (X[:, :4], POSITIVE),
     nn.KLDivLoss: (np.log(PROBABILITIES), PROBABILITIES),
     nn.BCELoss: (PROBABILITIES, ONE_HOT),
     nn.BCEWithLogitsLoss: (X[:, :4], ONE_HOT),
     nn.HingeEmbeddingLoss: (X[:, :4], SIGNS),
     nn.MultiLabelSoftMarginLoss: (X[:, :4], ONE_HOT),
-    nn.MultiMarginLoss: (X[:, :4], LABELS),
     nn.CrossEntropyLoss: (X[:, :4], LABELS),
     nn.NLLLoss: (np.log(PROBABILITIES), LABELS),
     nn.SoftmaxCrossEntropyWithLogits: (X[:, :4], ONE_HOT),
@@ -183,9 +181,10 @@ def test_what_other_functions_say(function, said):
     assert (stated and stated[1:]) == said
 
 
-def test_a_cast_around_a_loss_is_looked_through():
+def test_casts_are_looked_through():
+    """Around the network, and around the loss in it."""
     cast = amp.custom_mixed_precision(with_loss(nn.MSELoss("sum")), black_list=[nn.MSELoss])
-    assert type(cast._loss_fn) is not nn.MSELoss
+    assert not isinstance(cast, nn.WithLossCell) and not isinstance(cast._backbone._loss_fn, nn.MSELoss)
     assert stated_reduction(cast).reduction == "sum"
 
 
@@ -197,7 +196,8 @@ def data(samples=SAMPLES):
 
 
 def updated(net):
-    return np.concatenate([as_numpy(weight).ravel() for weight in net.trainable_params()])
+    """What training has changed."""
+    return np.concatenate([(as_numpy(net.weight) - 1).ravel(), as_numpy(net.bias)])
 
 
 def sgd(net):
@@ -236,12 +236,12 @@ def test_a_sum_stays_a_sum(way, mode):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("level", ["O2", "O3", "auto"])
-def test_a_sum_stays_a_sum_in_low_precision(level):
+def test_a_sum_stays_a_sum_in_low_precision():
+    """The level puts a cast around the loss. MindSpore itself refuses the others on CPU."""
     loss = nn.MSELoss(reduction="sum")
     net = network()
-    ms.Model(GradAccumulationCell(net, 4), loss, sgd(net), amp_level=level).train(1, data(), dataset_sink_mode=False)
-    assert relative_error(updated(net), whole_batch(loss, level)) < 1e-2
+    ms.Model(GradAccumulationCell(net, 4), loss, sgd(net), amp_level="auto").train(1, data(), dataset_sink_mode=False)
+    assert relative_error(updated(net), whole_batch(loss, "auto")) < 1e-2
 
 
 def test_windows_of_several_batches_add_sums():
@@ -326,7 +326,7 @@ def test_what_says_nothing_contradicts_nothing():
 def test_all_rules_hold_for_the_reduction_of_the_loss():
     net = network()
     cell = GradAccumulationCell(net, 4, overflow="drop_micro_batch")
-    with pytest.raises(ValueError, match="got 1 loss.es., reduction='sum' and count=None"):
+    with pytest.raises(ValueError, match=r"got 1 loss.es., reduction='sum' and count=None"):
         ms.Model(cell, nn.MSELoss("sum"), sgd(net))
     TrainOneStepWithGradAccumulationCell(cell, sgd(net), loss_fn=nn.MSELoss())
 
@@ -389,7 +389,7 @@ def test_functions_of_one_accumulator_must_agree():
         accumulator = GradAccumulator(sgd(net), 2)
         accumulator.value_and_grad(first)
         accumulator.value_and_grad(first)
-        with pytest.raises(ValueError, match="'GradAccumulator', all gradients .* but got a function whose loss is a"):
+        with pytest.raises(ValueError, match=r"'GradAccumulator', all gradients .* but got a function whose loss is a"):
             accumulator.value_and_grad(other)
     accumulator = GradAccumulator(sgd(net), 2, reduction="sum")
     accumulator.value_and_grad(total)

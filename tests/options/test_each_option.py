@@ -36,7 +36,18 @@ from gaccum_ms.options.checked import checked
 from gaccum_ms.options.compatibility import RULES, Setup
 from gaccum_ms.options.compatibility import refused as first_refused
 from gaccum_ms.options.options import Options, check_each, each_option, option
-from gaccum_ms.options.rules import AUDIT, CELL, IN_LOOPS, IN_ONE_GRAPH, LOSS, PIPELINE, REPORT, SEMI_AUTO, SPAN_LATER, TRIAL
+from gaccum_ms.options.rules import (
+    AUDIT,
+    CELL,
+    IN_LOOPS,
+    IN_ONE_GRAPH,
+    LOSS,
+    PIPELINE,
+    REPORT,
+    SEMI_AUTO,
+    SPAN_LATER,
+    TRIAL,
+)
 from tests.support.reference import make_step
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
@@ -141,7 +152,11 @@ BROKEN = [
     ({"accumulation_steps": 2}, "in a pipeline 'accumulation_steps' must be 1, .* but got 2. Use"),
     ({"accumulation_steps": 2, **TWO}, "must be 1 .* got accumulation_steps=2 and 2 losses"),
     ({"accumulation_steps": 3}, "'accumulation_steps' must be 1, but got 3: the loss needs", "batch"),
-    ({"reduction": "mean"}, "must be what the loss says, .* reduction='mean' and a 'MSELoss' with .*'sum'. Leave", "sum"),
+    (
+        {"reduction": "mean"},
+        "must be what the loss says, .* reduction='mean' and a 'MSELoss' with .*'sum'. Leave",
+        "sum",
+    ),
     ({}, "the loss must be one number, .* but got a 'MSELoss' with reduction='none', which", "none"),
     ({"reduction": "sum", **TWO}, "reduction='sum' with 'loss_weights' needs .* got count=None"),
     ({"reduction": "ratio", "count": CountMask()}, r"reduction='ratio' .* got count=CountMask.* and a network"),
@@ -208,7 +223,9 @@ def test_each_rule_has_an_example():
     assert len(BROKEN) == len(RULES)
 
 
-@pytest.mark.parametrize("place", [LOSS, CELL, IN_LOOPS, SEMI_AUTO, PIPELINE, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT])
+@pytest.mark.parametrize(
+    "place", [LOSS, CELL, IN_LOOPS, SEMI_AUTO, PIPELINE, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT]
+)
 def test_the_plain_options_go_together_everywhere(place):
     ms.set_context(mode=ms.GRAPH_MODE)
     assert first_refused(place, "Owner", Setup(options_of({"micro_size": 2}), nn.Dense(1, 1))) is None

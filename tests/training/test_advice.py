@@ -224,7 +224,7 @@ def test_losses_of_mint_are_known_too():
         for loss, labels, said in ((kind(WEIGHTS), LABELS, "CountClassWeights"), (kind(), IGNORED, "CountNotIgnored")):
             (text,) = KnownLosses("Owner", nn.WithLossCell(dense(), loss), (None,)).advice((Tensor(X), Tensor(labels)))
             assert said in text
-        assert advice_about_losses(nn.WithLossCell(dense(), kind()), (None,), (Tensor(X), Tensor(LABELS))) == []
+        assert KnownLosses("Owner", nn.WithLossCell(dense(), kind()), (None,)).advice((Tensor(X), Tensor(LABELS))) == []
 
 
 def closure(net, loss):

@@ -877,7 +877,7 @@ def test_calls_of_several_sizes_need_a_count():
     grad_fn = accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
     (_, first), (_, second) = grad_fn(Tensor([1.0, 2.0, 3.0])), grad_fn(Tensor([1.0, 2.0]))
     both = tuple(one + other for one, other in zip(first, second, strict=True))
-    with pytest.raises(ValueError, match="'count' must be given .* with 3 and 2 samples.* Nothing was added"):
+    with pytest.raises(ValueError, match=r"'count' must be given .* with 3 and 2 samples.* Nothing was added"):
         accumulator(both)
     assert place(accumulator) == (0, 0)
     assert [accumulator(first), accumulator(second)] == [False, True]  # these know it themselves
