@@ -37,8 +37,9 @@ class Setup(NamedTuple):
     def contradicts_loss(self) -> bool:
         """Whether another `reduction` is given than that of the loss."""
         given, stated = self.options.reduction, self.stated
-        is_known = stated is not None and stated.is_certain and stated.reduction != "none"
-        return given is not None and is_known and given != stated.reduction
+        if given is None or stated is None or not stated.is_certain:
+            return False
+        return stated.reduction not in ("none", given)
 
     @property
     def known_reduction(self) -> str | None:
