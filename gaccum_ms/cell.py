@@ -114,7 +114,7 @@ class GradAccumulationCell(nn.Cell):
             rest is divided by the remaining total of all ranks; ranks are then weighted by their samples or counts. A
             dynamic loss scale is reduced too. Default: ``"drop_window"`` .
         record_noise (bool, optional): Record the squared gradient norms of the window's first micro-batch and of the
-            window, in ``noise_sums`` and ``grad_norm`` of the step, for :class:`GradNoiseScale` ,
+            window, in ``noise_sums`` and ``grad_norm`` of the step, for :class:`GradNoiseScale`
             and :class:`AdaptiveAccumulation` . Default: ``False`` .
         aux (bool, optional): Whether the network returns more than its loss: a tuple (loss, \*aux), or (numerator,
             denominator, \*aux). The training step returns `aux` after its own outputs; `aux` has no gradient. A Tensor
