@@ -23,7 +23,7 @@ from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import checked
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.options.options import Options, each_option
-from gaccum_ms.options.rules import CELL
+from gaccum_ms.options.rules import CELL, LOSS
 from gaccum_ms.splitting.auto_size import AutoSize
 from gaccum_ms.splitting.even_split import EvenSplit
 
@@ -75,11 +75,14 @@ class GradAccumulationCell(nn.Cell):
             :class:`FlushAccumulation` for the batches that remain at the end. Given alone, 1 too, each batch is one
             micro-batch. Default: ``None`` , 1.
         reduction (str, optional): How the network's loss combines its inputs, ``"mean"`` or ``"sum"`` . A sum without
-            `count` stays a sum, over the whole batch; with `count` it is divided by the total count. ``"ratio"`` : the
+            `count` stays a sum, over the whole batch; with `count` it is divided by the total count. With ``None`` it
+            is what the loss says, such as ``nn.MSELoss(reduction="sum")`` as the `loss_fn` or in an `nn.WithLossCell` ;
+            a loss that a `construct` of yours calls says nothing, and is a mean. Another than the loss says is an
+            error. ``"ratio"`` : the
             network returns a tuple (numerator, denominator), a sum and the count of its items, both scalars; use it if
             the count is known only after the forward. The window's loss is then the sum of numerators over the sum of
             denominators, of all micro-batches and ranks. Denominators follow the rules of `count` below, and have no
-            gradient. Default: ``"mean"`` .
+            gradient. Default: ``None`` , what the loss says, else a mean.
         count (Union[Callable, Sequence], optional): A function or Cell that maps the network's inputs to the number
             of items in its mean, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum of weights
             (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window are then
@@ -111,7 +114,7 @@ class GradAccumulationCell(nn.Cell):
             rest is divided by the remaining total of all ranks; ranks are then weighted by their samples or counts. A
             dynamic loss scale is reduced too. Default: ``"drop_window"`` .
         record_noise (bool, optional): Record the squared gradient norms of the window's first micro-batch and of the
-            window, in ``noise_sums`` and ``grad_norm`` of the step, for :class:`GradNoiseScale` ,
+            window, in ``noise_sums`` and ``grad_norm`` of the step, for :class:`GradNoiseScale`
             and :class:`AdaptiveAccumulation` . Default: ``False`` .
         aux (bool, optional): Whether the network returns more than its loss: a tuple (loss, \*aux), or (numerator,
             denominator, \*aux). The training step returns `aux` after its own outputs; `aux` has no gradient. A Tensor
@@ -142,7 +145,8 @@ class GradAccumulationCell(nn.Cell):
     Raises:
         TypeError: If `network` is not a Cell, or an option of another type than above.
         ValueError: If `network` holds a cell that accumulates, trains or reduces by itself; if an option has another
-            value than above; if both or neither of `micro_size` and `micro_batch_size` are given, or one with a
+            value than above, or another `reduction` than the loss; if the loss has ``reduction="none"`` ; if both or
+            neither of `micro_size` and `micro_batch_size` are given, or one with a
             function as `split` ; if `count` and `loss_weights` differ in length; if options do not go together, which
             ``docs/options.md`` lists, with the remedies.
         RuntimeError: If the cell itself is trained, by a training cell that does not accumulate, or
@@ -177,7 +181,7 @@ class GradAccumulationCell(nn.Cell):
         *,
         micro_batch_size: int | AutoSize | str | None = None,
         accumulation_steps: int | None = None,
-        reduction: str = "mean",
+        reduction: str | None = None,
         count: Callable | Sequence[Callable | None] | None = None,
         min_count: float | None = None,
         loss_weights: Sequence[float] | None = None,
@@ -200,6 +204,7 @@ class GradAccumulationCell(nn.Cell):
         refuse_wrapped_network(_NAME, network)
         refuse_accumulation_inside(network)
         self.network = network
+        self._given_reduction = reduction
         self.options = Options(**{name: arguments[name] for name in _OPTIONS})
         self.check_options()
         self._get_attr_from_cell(network)
@@ -218,15 +223,27 @@ class GradAccumulationCell(nn.Cell):
                 f"the cell, which has it compiled in, but got {described(value)} afterwards. Build another cell and "
                 f"step; the step's own 'set_accumulation_steps' and 'set_sense_scale' work at any time."
             )
+        if name == "reduction":
+            super().__setattr__("_given_reduction", value)
         if name in _OPTIONS:
             name, value = "options", dataclasses.replace(self.options, **{name: value})
         super().__setattr__(name, value)
 
-    def check_options(self) -> None:
-        """Check all options together: some may have been assigned since the cell was made."""
-        options = checked(self.options)
+    def check_options(self, is_whole: bool = False) -> None:
+        """Check all options together: some may have been assigned since the cell was made. The loss's own `reduction`
+        is taken if none is given; `is_whole` : if no loss is to come, else a mean."""
+        options = checked(dataclasses.replace(self.options, reduction=self._given_reduction))
+        setup = Setup(options, self.original_network)
+        compatibility.check(LOSS, _NAME, setup)
+        options = dataclasses.replace(options, reduction=setup.known_reduction or ("mean" if is_whole else None))
         compatibility.check(CELL, _NAME, Setup(options, self.network))
         super().__setattr__("options", dataclasses.replace(options, jit=True) if options.auto else options)
+
+    def extend_repr(self) -> str:
+        """The options that are not as by default, and the reduction, in ``print(cell)`` ."""
+        plain = {**vars(checked(Options(micro_size=1))), "micro_size": None, "reduction": ""}
+        options = vars(self.options).items()
+        return ", ".join(f"{name}={value!r}" for name, value in options if value != plain[name])
 
     def train_instead(self, network: nn.Cell, original: nn.Cell) -> None:
         """Train the network that `amp_level` has made; MindSpore evaluates and predicts with the original."""
@@ -241,13 +258,23 @@ class GradAccumulationCell(nn.Cell):
 
     def with_options(self, **changed: Any) -> GradAccumulationCell:
         """A cell on the same network, with some options changed."""
-        return GradAccumulationCell(self.network, **vars(dataclasses.replace(self.options, **changed)))
+        return GradAccumulationCell(self.network, **{**self._arguments(), **changed})
+
+    def _arguments(self) -> dict[str, Any]:
+        """The options, as another cell is made with them: its loss may have another reduction."""
+        return {**vars(self.options), "reduction": self._given_reduction}
 
     def with_loss(self, loss_fn: nn.Cell | None) -> GradAccumulationCell:
         """A cell with the same options on the network with this loss, as `nn.WithLossCell` adds it; without `loss_fn` ,
         the cell itself."""
         self.check_loss(loss_fn)
-        return self if loss_fn is None else type(self)(nn.WithLossCell(self.network, loss_fn), **vars(self.options))
+        if loss_fn is None:
+            return self
+        return type(self)(nn.WithLossCell(self.network, loss_fn), **self._arguments())
+
+    def show_reduction(self, reduction: str | None) -> None:
+        """Show the reduction that a cell with the same options and a loss has; another loss may have another."""
+        super().__setattr__("options", dataclasses.replace(self.options, reduction=reduction))
 
     def check_loss(self, loss_fn: nn.Cell | None) -> None:
         """Check that the network can have this loss: it must return none, and take the data alone."""
@@ -264,7 +291,7 @@ class GradAccumulationCell(nn.Cell):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradAccumulationCell:
         """A cell without a step, on a copy of the network."""
-        options = {name: copy.deepcopy(value, memo) for name, value in vars(self.options).items()}
+        options = {name: copy.deepcopy(value, memo) for name, value in self._arguments().items()}
         copied = type(self)(copy.deepcopy(self.network, memo), **options)
         return copied.add_flags(training=self.training)
 
@@ -326,7 +353,10 @@ def cell_with_loss(
             f"For '{owner}', the argument '{name}' must be a gaccum_ms.GradAccumulationCell{others}, but got "
             f"'{type(cell).__name__}'."
         )
-    return cell.with_loss(loss_fn)
+    whole = cell.with_loss(loss_fn)
+    whole.check_options(is_whole=True)
+    cell.show_reduction(whole.reduction)
+    return whole
 
 
 def refuse_accumulation_inside(network: nn.Cell) -> None:

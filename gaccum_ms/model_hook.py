@@ -20,7 +20,6 @@ import mindspore as ms
 import mindspore.amp
 import mindspore.train
 from mindspore import nn
-from mindspore.ops.functional import mixed_precision_cast
 from mindspore.train import FlopsUtilizationCollector, amp
 from mindspore.train.metrics import get_metrics
 
@@ -32,6 +31,7 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checkpoint.sharded_saves import let_checkpoints_save
 from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.losses.in_float32 import InFloat32
 from gaccum_ms.record.recorder import WindowRecorder
 from gaccum_ms.record.window_callback import WindowCallback, refuse_other_networks
 from gaccum_ms.semi_auto.compiled_once import note_casts
@@ -92,7 +92,7 @@ def build_train_network(
         or getattr(processed, "_amp_level", None) in _FLOAT32_LOSS
     )
     if low and isinstance(loss_fn, nn.Cell):
-        loss_fn = _InFloat32(loss_fn)
+        loss_fn = InFloat32(loss_fn)
     manager = config["loss_scale_manager"]
     if manager is None:
         return TrainOneStepWithGradAccumulationCell(network, optimizer, loss_fn=loss_fn).set_train()
@@ -102,17 +102,6 @@ def build_train_network(
         # drop_overflow_update=False: the optimizer's loss_scale removes it.
         step.update.leave_scale_to_optimizer(float(manager.get_loss_scale()))
     return step.set_train()
-
-
-class _InFloat32(nn.Cell):
-    """A loss in float32 of a network in lower precision, as MindSpore adds it to a plain network."""
-
-    def __init__(self, loss_fn: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss_fn = loss_fn
-
-    def construct(self, outputs, label):
-        return self.loss_fn(mixed_precision_cast(ms.float32, outputs), mixed_precision_cast(ms.float32, label))
 
 
 _original_build_eval_network = mindspore.train.Model._build_eval_network

@@ -83,8 +83,8 @@ def audit(
         bias                    0.0e+00       0.0e+00
         verdict                ok
         >>> report = audit(GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss("sum")), 4), optimizer, x, y)
-        >>> print(report.loss_behaves_as, report.loss_whole, report.loss_accumulated)
-        sum 72.0 18.0
+        >>> print(report.loss_behaves_as, report.reduction, report.loss_whole, report.loss_accumulated)
+        sum sum 72.0 72.0
     """
     cell = cell_with_loss("audit", cell, loss_fn)
     _check(cell, optimizer, batch, tolerance)

@@ -23,7 +23,7 @@ class AuditReport:
         loss_whole (float): The loss of the whole batch.
         loss_accumulated (float): The loss that the training step returns.
         loss_behaves_as (str): ``"mean"`` , ``"sum"`` or ``"neither"`` ; ``"batch"`` for a WithBatchLossCell.
-        reduction (str): The cell's option.
+        reduction (str): The cell's option; what the loss says, if it is not given.
         batch_norm_layers (tuple[str, ...]): Their names.
         couples_samples (bool): Whether results depend on which samples share a micro-batch, apart from a wrong
             `reduction` .

@@ -19,10 +19,28 @@ from mindspore import nn
 from gaccum_ms.backend.held_cells import held_values
 
 
-def functions_of(cell: nn.Cell) -> Iterator[tuple[FunctionType, list[Any]]]:
-    """A Cell's `construct` , and the user's functions and methods that it calls, each with the objects that it names.
-    Code of MindSpore itself is left out."""
-    yield from _reached(type(cell).construct, type(cell), set())
+def functions_of(cell: Any) -> Iterator[tuple[FunctionType, list[Any]]]:
+    """A Cell's `construct` , or a function or method, and the user's functions and methods that it calls, each with the
+    objects that it names. Code of MindSpore itself is left out."""
+    if isinstance(cell, nn.Cell):
+        yield from _reached(type(cell).construct, type(cell), set())
+    else:
+        yield from _reached(getattr(cell, "__func__", cell), type(getattr(cell, "__self__", None)), set())
+
+
+def named_cells(function: Any) -> dict[str, nn.Cell]:
+    """The Cells that a function names, or a method of an object; of a Cell itself."""
+    if isinstance(function, nn.Cell):
+        return {"": function}
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Cell):
+        return {"": owner}
+    named: dict[str, Any] = {}
+    for code, _ in functions_of(function):
+        names = inspect.getclosurevars(code)
+        held = {name: value for name, value in getattr(owner, "__dict__", {}).items() if name in code.__code__.co_names}
+        named |= {**names.globals, **names.nonlocals, **held}
+    return {name: value for name, value in named.items() if isinstance(value, nn.Cell)}
 
 
 def _reached(function: Callable, owner: type, seen: set[int]) -> Iterator[tuple[FunctionType, list[Any]]]:
@@ -75,9 +93,10 @@ def written_by(cell: nn.Cell, writers: tuple[Any, ...]) -> list[str]:
     return list(dict.fromkeys(written))
 
 
-def calls_of(cell: nn.Cell, functions: Sequence[Any], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The calls of these functions in a Cell's code: each function as the code names it, and the values of those
-    arguments that have `names` , which follow two others. What is not known before the code runs is `Ellipsis` ."""
+def calls_of(cell: Any, functions: Sequence[Any], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The calls of these functions in the code of a Cell or a function: each as the code names it, and the values of
+    those arguments that have `names` , which follow two others. What is not known before the code runs is `Ellipsis` .
+    """
     for function, _ in functions_of(cell):
         for node in ast.walk(_tree(function)):
             if isinstance(node, ast.Call) and any(_object(node.func, function, cell) is each for each in functions):
@@ -85,6 +104,12 @@ def calls_of(cell: nn.Cell, functions: Sequence[Any], names: Sequence[str]) -> I
                 arguments |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
                 values = {name: _value(arguments[name], function, cell) for name in names if name in arguments}
                 yield ast.unparse(node.func), values
+
+
+def returned_by(cell: nn.Cell) -> list[str]:
+    """What a Cell's `construct` returns, as its code says it."""
+    returned = [node for node in ast.walk(_tree(inspect.unwrap(type(cell).construct))) if isinstance(node, ast.Return)]
+    return [ast.unparse(node.value) for node in returned if node.value is not None]
 
 
 def _value(node: ast.AST, function: FunctionType, cell: nn.Cell) -> Any:

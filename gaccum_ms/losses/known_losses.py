@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
-import numpy as np
 from mindspore import mint, nn, ops
 
-from gaccum_ms.backend.code_of_cells import calls_of
+from gaccum_ms.backend.code_of_cells import calls_of, named_cells
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.counts import CountSamples
@@ -25,10 +24,17 @@ _OF_BATCH = {
 _INTEGERS = (ms.int8, ms.int16, ms.int32, ms.int64, ms.uint8, ms.uint16, ms.uint32, ms.uint64)
 
 
-def losses_of_labels(network: nn.Cell) -> dict[str, nn.Cell]:
+def cells_of(function: Any) -> Iterator[tuple[str, nn.Cell]]:
+    """The Cells, by name, that a network holds, or those that a function of a loop names."""
+    for prefix, network in named_cells(function).items():
+        for name, cell in held_cells(network):
+            yield ".".join(filter(None, (prefix, name))), cell
+
+
+def losses_of_labels(function: Any) -> dict[str, nn.Cell]:
     """The losses, by name, that are a mean over labels: of class weights, or of those that are not ignored."""
     return {
-        name: cell for name, cell in held_cells(network) if isinstance(cell, _OF_LABELS) and cell.reduction == "mean"
+        name: cell for name, cell in cells_of(function) if isinstance(cell, _OF_LABELS) and cell.reduction == "mean"
     }
 
 
@@ -40,63 +46,88 @@ class FunctionOfLabels(NamedTuple):
     reduction: Any = "mean"
 
 
-def functions_of_labels(network: nn.Cell) -> list[tuple[str, FunctionOfLabels]]:
-    """The calls of these losses in the network's code, each with the function's name there."""
+def functions_of_labels(function: Any) -> list[tuple[str, FunctionOfLabels]]:
+    """The calls of these losses in the code of a network or a function, each with the loss's name there."""
+    users = [cell for _, cell in cells_of(function) if not type(cell).__module__.startswith("mindspore.")]
     calls = [
         (name, FunctionOfLabels(**arguments))
-        for _, cell in held_cells(network)
-        if not type(cell).__module__.startswith("mindspore.")
-        for name, arguments in calls_of(cell, _FUNCTIONS, FunctionOfLabels._fields)
+        for code in (users if isinstance(function, nn.Cell) else [function, *users])
+        for name, arguments in calls_of(code, _FUNCTIONS, FunctionOfLabels._fields)
     ]
     return [(name, call) for name, call in calls if call.reduction == "mean" and isinstance(call.ignore_index, int)]
 
 
-def advice_about_losses(network: nn.Cell, counts: Sequence[Any], batch: Sequence[ms.Tensor] | None = None) -> list[str]:
-    """What to say about known losses that are weighed in a wrong way. `counts` : of its losses; None counts samples."""
-    if isinstance(network, WithBatchLossCell):
-        return []
-    of_batch = {
-        name: kind for name, cell in held_cells(network) for loss, kind in _OF_BATCH.items() if isinstance(cell, loss)
-    }
-    # MultiClassDiceLoss has a DiceLoss.
-    told = [_of_batch(name, kind) for name, kind in of_batch.items() if name.rpartition(".")[0] not in of_batch]
-    by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
-    by_labels = all(type(count) is CountNotIgnored for count in counts)
-    for name, loss in (*losses_of_labels(network).items(), *functions_of_labels(network)):
-        if loss.weight is not None:
-            if (by_samples or by_labels) and (batch is None or integer_inputs(batch)):
-                told.append(_of_class_weights(name, loss))
-        elif by_samples and batch is not None:
-            position = _ignored(loss, batch)
-            told += [] if position is None else [_of_ignored(name, loss, position, len(batch))]
-    return list(dict.fromkeys(told))
+class KnownLosses:
+    """The known losses of a network, or of a function of a loop. `owner` : the class in advice; `counts` : what is
+    counted of the losses, None for samples."""
+
+    def __init__(self, owner: str, function: Any, counts: Sequence[Any]) -> None:
+        self._owner = owner
+        self._by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
+        self._by_labels = all(type(count) is CountNotIgnored for count in counts)
+        self._of_batch: dict[str, str] = {}
+        self._of_labels: list[tuple[str, Any]] = []
+        # For each label that is ignored, and each input, how many of them the window's first sample has.
+        self._ignored: dict[tuple[int, int], int] = {}
+        if not isinstance(function, WithBatchLossCell):
+            cells = list(cells_of(function))
+            self._of_batch = {
+                name: kind for name, cell in cells for loss, kind in _OF_BATCH.items() if isinstance(cell, loss)
+            }
+            self._of_labels = [*losses_of_labels(function).items(), *functions_of_labels(function)]
+
+    def advice(self, batch: Sequence[Any] | None = None) -> list[str]:
+        """What to say about those that are weighed in a wrong way, as far as this batch and those before it show."""
+        owner, of_batch = self._owner, self._of_batch
+        # MultiClassDiceLoss has a DiceLoss.
+        outer = [name for name in of_batch if name.rpartition(".")[0] not in of_batch]
+        told = [_of_batch(owner, name, of_batch[name]) for name in outer]
+        for name, loss in self._of_labels:
+            if loss.weight is not None:
+                if (self._by_samples or self._by_labels) and (batch is None or integer_inputs(batch)):
+                    told.append(_of_class_weights(owner, name, loss))
+            elif self._by_samples and batch is not None:
+                position = _ignored(loss, batch, self._ignored)
+                told += [] if position is None else [_of_ignored(owner, name, loss, position, len(batch))]
+        return list(dict.fromkeys(told))
 
 
-def _of_batch(name: str, kind: str) -> str:
+def _of_batch(owner: str, name: str, kind: str) -> str:
     return (
-        f"For 'GradAccumulationCell', the loss '{name}' is {kind} over the whole batch, and the mean of those of "
-        f"micro-batches is another number. Give the cell gaccum_ms.WithBatchLossCell(backbone, loss), which is exact."
+        f"For '{owner}', the loss '{name}' is {kind} over the whole batch, and the mean of those of "
+        f"micro-batches is another number. Give a GradAccumulationCell gaccum_ms.WithBatchLossCell(backbone, loss), "
+        f"which is exact."
     )
 
 
-def _of_class_weights(name: str, loss: nn.Cell | FunctionOfLabels) -> str:
+def _of_class_weights(owner: str, name: str, loss: nn.Cell | FunctionOfLabels) -> str:
     index = "" if loss.ignore_index == -100 else f", {loss.ignore_index}"
     return (
-        f"For 'GradAccumulationCell', the loss '{name}' has class weights and divides by the weights of the labels' "
-        f"classes, which micro-batches have in different amounts: they must be counted so. Give the cell "
-        f"count=gaccum_ms.CountClassWeights(weight{index})."
+        f"For '{owner}', the loss '{name}' has class weights and divides by the weights of the labels' classes, which "
+        f"{_parts(owner)} have in different amounts: they must be counted so. "
+        f"{_remedy(owner, f'CountClassWeights(weight{index})')}."
     )
 
 
-def _of_ignored(name: str, loss: nn.Cell | FunctionOfLabels, position: int, inputs: int) -> str:
+def _of_ignored(owner: str, name: str, loss: nn.Cell | FunctionOfLabels, position: int, inputs: int) -> str:
     index = "" if loss.ignore_index == -100 else str(loss.ignore_index)
     where = "" if position == inputs - 1 else f"position={position}"
+    count = f"CountNotIgnored({', '.join(filter(None, (index, where)))})"
     return (
-        f"For 'GradAccumulationCell', the loss '{name}' is a mean over the labels that are not {loss.ignore_index}, "
-        f"which samples have in different numbers: they must be counted so. Give the cell "
-        f"count=gaccum_ms.CountNotIgnored({', '.join(filter(None, (index, where)))}); with shift=1 if the network "
+        f"For '{owner}', the loss '{name}' is a mean over the labels that are not {loss.ignore_index}, which samples "
+        f"have in different numbers: they must be counted so. {_remedy(owner, count)}; with shift=1 if the network "
         f"compares each output with the next label."
     )
+
+
+def _parts(owner: str) -> str:
+    return "batches" if owner == "GradAccumulator" else "micro-batches"
+
+
+def _remedy(owner: str, count: str) -> str:
+    if owner == "GradAccumulator":
+        return f"Give each call a count: accumulator(gradients, gaccum_ms.{count}(*batch))"
+    return f"Give the cell count=gaccum_ms.{count}"
 
 
 def integer_inputs(batch: Sequence[Any]) -> list[int]:
@@ -105,12 +136,14 @@ def integer_inputs(batch: Sequence[Any]) -> list[int]:
     return [index for index, value in enumerate(batch) if isinstance(value, ms.Tensor) and value.dtype in _INTEGERS]
 
 
-def _ignored(loss: nn.Cell | FunctionOfLabels, batch: Sequence[ms.Tensor]) -> int | None:
-    """The position of the labels, if samples have different numbers of ignored ones."""
+def _ignored(loss: nn.Cell | FunctionOfLabels, batch: Sequence[Any], ignored: dict[tuple[int, int], int]) -> int | None:
+    """The position of the labels, if samples have different numbers of ignored ones, or others than in earlier
+    batches."""
     for position in reversed(integer_inputs(batch)):
         labels = batch[position].asnumpy()
-        if labels.ndim:
-            ignored = (labels == loss.ignore_index).reshape((len(labels), -1)).sum(axis=1)
-            if np.ptp(ignored) if len(ignored) else False:
+        if labels.ndim and labels.size:
+            numbers = (labels == loss.ignore_index).reshape((len(labels), -1)).sum(axis=1)
+            first = ignored.setdefault((loss.ignore_index, position), int(numbers[0]))
+            if (numbers != first).any():
                 return position
     return None

@@ -26,7 +26,8 @@ def checked(options: Options) -> Options:
 def accumulator_options(**values: Any) -> Options:
     """The checked options of a `GradAccumulator` ."""
     owner = "GradAccumulator"
-    check_one_of(owner, "reduction", values["reduction"], ("mean", "sum"))
+    if values["reduction"] is not None:
+        check_one_of(owner, "reduction", values["reduction"], ("mean", "sum"))
     check_bool(owner, "jit", values["jit"])
     options = Options(loss_weights=(1.0,), **values)
     check_each(owner, options)

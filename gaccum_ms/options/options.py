@@ -39,6 +39,7 @@ from gaccum_ms.options.rules import (
     FUNCTION,
     IN_LOOPS,
     IN_ONE_GRAPH,
+    LOSS,
     PIPELINE,
     RATIO,
     REPORT,
@@ -176,8 +177,26 @@ class Options:
         for_memory=lambda steps: steps > 1,
         annotation="int | None",
     )
-    reduction: str = option(
-        lambda owner, name, value: check_one_of(owner, name, value, ("mean", "sum", "ratio")),
+    reduction: str | None = option(
+        optional(lambda owner, name, value: check_one_of(owner, name, value, ("mean", "sum", "ratio"))),
+        Rule(
+            LOSS,
+            "`reduction`",
+            "a loss whose own `reduction` is another",
+            lambda s: s.contradicts_loss,
+            "'reduction' must be what the loss says, but got reduction={options.reduction!r} and a '{stated.loss}' "
+            "with reduction='{stated.reduction}'. Leave 'reduction' out, which is then what the loss says, or make "
+            "the loss with the reduction that is meant.",
+        ),
+        Rule(
+            LOSS,
+            'a loss whose own `reduction` is `"none"`',
+            "a network without `PerSampleLoss`",
+            lambda s: s.stated is not None and s.stated.reduction == "none",
+            "the loss must be one number, the mean or the sum of a batch, but got a '{stated.loss}' with "
+            "reduction='none', which is one for each item. Make it with reduction='mean' or 'sum'; or give the network "
+            "gaccum_ms.PerSampleLoss(nn.WithLossCell(net, loss)), which takes the mean.",
+        ),
         Rule(
             CELL,
             '`reduction="sum"`',
@@ -204,7 +223,7 @@ class Options:
             "a ratio's total is known afterwards, but got {options.losses} losses. Return sums, with reduction='sum' "
             "and a 'count' for each.",
         ),
-        default="mean",
+        annotation="str | None",
     )
     count: Callable | Sequence[Callable | None] | None = option(
         check_count,
@@ -228,7 +247,7 @@ class Options:
             lambda s: s.options.min_count is not None and (not s.options.counts_items or s.of_batch),
             "'min_count' is the least count of items that a window is divided by, which needs a 'count' or "
             "reduction='ratio', but got min_count={options.min_count}, count={options.count}, "
-            "reduction='{options.reduction}' and a network of class '{network}'. Leave it out, or give 'count' or a "
+            "reduction={options.reduction!r} and a network of class '{network}'. Leave it out, or give 'count' or a "
             "ratio.",
         ),
         for_memory=_is_given,
@@ -285,7 +304,7 @@ class Options:
             "several losses, a sum without `count`",
             lambda s: s.options.drops and (s.options.several_losses or s.sum_without_count),
             "overflow='drop_micro_batch' divides what is left by its count, which must be one loss's mean, or a sum "
-            "with 'count', but got {options.losses} loss(es), reduction='{options.reduction}' and "
+            "with 'count', but got {options.losses} loss(es), reduction={options.reduction!r} and "
             "count={options.count}. Use overflow='drop_window'.",
         ),
         only_of_batch_loss(
@@ -308,7 +327,7 @@ class Options:
             lambda s: s.options.record_noise and (s.options.several_losses or s.sum_without_count),
             "'record_noise' compares the mean gradient of one micro-batch with the window's, which needs one loss "
             "that is a mean, or a sum with 'count', but got {options.losses} loss(es), "
-            "reduction='{options.reduction}' and count={options.count}. Use reduction='mean', and add losses up in the "
+            "reduction={options.reduction!r} and count={options.count}. Use reduction='mean', and add losses up in the "
             "network.",
         ),
         only_of_batch_loss(
@@ -532,8 +551,8 @@ class Options:
 
     @property
     def loss_is_mean(self) -> bool:
-        """Whether the network's loss is a mean over its items."""
-        return self.reduction == "mean"
+        """Whether the network's loss is a mean over its items, as where nothing says it."""
+        return self.reduction in (None, "mean")
 
     @property
     def accumulates(self) -> bool:

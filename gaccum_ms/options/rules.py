@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gaccum_ms.options.compatibility import Setup
 
 # The places at which something is refused, in the docs' words.
+LOSS = "a known loss"
 CELL = "the cell"
 SEMI_AUTO = "semi-auto and auto parallel mode"
 PIPELINE = "a pipeline"
@@ -40,13 +41,14 @@ class Rule:
     what: str  # the option, in the docs' words
     beside: str  # the options that do not go with it, likewise
     refuses: Callable[[Setup], bool]
-    text: str  # {options}: the options, {network}: its class, {mode}: the parallel mode
+    text: str  # {options}, {stated}: what its loss says, {network}: its class, {mode}: the parallel mode
     error: type[Exception] = ValueError
 
     def message(self, owner: str, setup: Setup) -> str:
         """The whole text; `owner` is the class that it names."""
         mode = ms.get_auto_parallel_context("parallel_mode")
-        text = self.text.format(options=setup.options, network=type(setup.network).__name__, mode=mode)
+        network = type(setup.network).__name__
+        text = self.text.format(options=setup.options, stated=setup.stated, network=network, mode=mode)
         return f"For '{owner}', {text}"
 
 

@@ -31,12 +31,21 @@ def rule_of(options: Options) -> str:
 class RunRecord(nn.Cell):
     """The record of the run that saves a checkpoint. No graph reads its Parameters; they are in every checkpoint.
     `rules` : the possible weightings of micro-batches, out of `RULES` ; if several, each window's first batch decides,
-    in `window_rule` . `resumes_windows` : whether this rank can go on with its own open window."""
+    in `window_rule` . `reduction` : what the losses are, None if it is not yet known; `resumes_windows` : whether this
+    rank can go on with its own open window."""
 
-    def __init__(self, owner: str, rules: Sequence[str], accumulation_steps: int, resumes_windows: bool = True) -> None:
+    def __init__(
+        self,
+        owner: str,
+        rules: Sequence[str],
+        accumulation_steps: int,
+        reduction: str | None,
+        resumes_windows: bool = True,
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.owner = owner
         self.rules = tuple(rules)
+        self.reduction = reduction
         self.rank, self.ranks = rank_and_ranks()
         self.own_steps = accumulation_steps
         self.resumes_windows = resumes_windows
@@ -48,6 +57,9 @@ class RunRecord(nn.Cell):
         self.configured_steps = counter("configured_steps", accumulation_steps)
         self.epoch_batches = counter("epoch_batches")  # of the last ms.Model.train
         self.random_state = of_this_rank(own("random_state"), ms.get_rng_state())
+
+    def extend_repr(self) -> str:
+        return f"reduction={self.reduction!r}, weighs by {' or '.join(self.rules)}"
 
     def begin_training(self, epoch_batches: int) -> None:
         """Called when an `ms.Model.train` begins."""

@@ -24,7 +24,7 @@ from gaccum_ms.layers.hooks import advice_about_forward_hooks, advice_about_hook
 from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.layers.summaries import advice_about_summaries
 from gaccum_ms.losses.batch_loss import advice_about_two_passes
-from gaccum_ms.losses.known_losses import advice_about_losses
+from gaccum_ms.losses.known_losses import KnownLosses
 
 if TYPE_CHECKING:
     from gaccum_ms.options.compatibility import Setup
@@ -65,6 +65,28 @@ class AdviceOfLoop:
             warn_user(text)
 
 
+class LossAdvice:
+    """The advice about the losses of a network, or of a function of a loop, which looks at the batches of the first
+    window. `owner` : the class in it; `counts` : what is counted; `batches` : those of a window."""
+
+    def __init__(self, owner: str, function: Callable[..., Any], counts: Sequence[Any], batches: int) -> None:
+        self._make = functools.partial(KnownLosses, owner, function, counts)
+        self._losses: KnownLosses | None = None
+        self._batches = batches
+        self._told: set[str] = set()
+
+    def look(self, batch: Sequence[Any] | None) -> None:
+        """Warn of what was not warned of before. `batch` : None if no input is known."""
+        if self._batches < 1 or (batch is None and self._losses is not None):
+            return
+        self._losses = self._losses or self._make()  # late: see above
+        self._batches -= batch is not None
+        for text in self._losses.advice(batch):
+            if text not in self._told:
+                self._told.add(text)
+                warn_user(text)
+
+
 class Advice:
     """The advice of one step. It is no part of the step, so that the step does not refer to itself."""
 
@@ -72,11 +94,14 @@ class Advice:
         self._setup = setup
         self._cuts = setup.options.accumulates
         self._inputs = 0  # of the batches that were checked
-        self._looked = self._looked_at_one_value = False
+        self._looked = self._looked_at_one_value = self._is_silent = False
+        options = setup.options
+        batches = options.accumulation_steps if options.loss_is_mean else 0
+        self._losses = LossAdvice("GradAccumulationCell", setup.network, options.counts, batches)
 
     def silence(self) -> None:
         """Say nothing: the step is a trial of another one, which says it."""
-        self._looked = self._looked_at_one_value = True
+        self._looked = self._looked_at_one_value = self._is_silent = True
 
     def check_inputs(self, inputs: int) -> None:
         """Refuse a batch of another number of inputs than the network takes."""
@@ -89,9 +114,11 @@ class Advice:
         accumulates = spans_batches or self._cuts
         if not self._looked:
             self._looked = True
-            for text in self._texts(accumulates, batch):
+            for text in self._texts(accumulates):
                 if text is not None:
                     warn_user(text)
+        if accumulates and not self._is_silent:
+            self._losses.look(batch)
         if accumulates and 1 in sizes and not self._looked_at_one_value:
             text = advice_about_one_value(self._setup.network, sizes)
             self._looked_at_one_value = text is not None
@@ -109,7 +136,7 @@ class Advice:
             size: Any = options.micro_batch_size or -(-samples // (options.micro_size or 1))
             self.look(spans_batches, (min(size, samples),))
 
-    def _texts(self, accumulates: bool, batch: Sequence[Any] | None) -> list[str | None]:
+    def _texts(self, accumulates: bool) -> list[str | None]:
         network, options = self._setup.network, self._setup.options
         texts = [
             advice_about_ranks("GradAccumulationCell"),
@@ -125,6 +152,4 @@ class Advice:
             ]
             if self._setup.compiler_distributes or (self._setup.of_batch and not runs_eagerly(bool(options.jit))):
                 texts.append(advice_about_forward_hooks(network))
-            if options.loss_is_mean:
-                texts += advice_about_losses(network, options.counts, batch)
         return texts

@@ -11,6 +11,7 @@ from mindspore.train import Loss
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.losses import counts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.losses.stated_reduction import is_with_loss_cell
 from gaccum_ms.options.options import Options
 
 
@@ -20,7 +21,7 @@ def parts_of(cell: GradAccumulationCell, loss_fn: nn.Cell | None) -> tuple[nn.Ce
     network = cell.original_network
     if loss_fn is None and isinstance(network, WithBatchLossCell):
         return network.backbone, None
-    if loss_fn is None and _is_with_loss_cell(network):
+    if loss_fn is None and is_with_loss_cell(network):
         network, loss_fn = network._backbone, network._loss_fn
     options = cell.options
     if loss_fn is not None and (options.aux or options.returns_ratio or options.several_losses):
@@ -30,11 +31,7 @@ def parts_of(cell: GradAccumulationCell, loss_fn: nn.Cell | None) -> tuple[nn.Ce
 
 def with_its_parts(network: nn.Cell) -> nn.Cell:
     """The network, with the parts that it has now: of a `WithLossCell` , `amp_level` may replace them."""
-    return nn.WithLossCell(network._backbone, network._loss_fn) if _is_with_loss_cell(network) else network
-
-
-def _is_with_loss_cell(network: nn.Cell) -> bool:
-    return type(network).construct is nn.WithLossCell.construct
+    return nn.WithLossCell(network._backbone, network._loss_fn) if is_with_loss_cell(network) else network
 
 
 def batch_evaluation(cell: GradAccumulationCell, loss_fn: nn.Cell | None, metrics: Collection[Any]) -> nn.Cell | None:

@@ -29,15 +29,16 @@ from gaccum_ms.options.checked import accumulator_options
 from gaccum_ms.record.run_record import RunRecord
 from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.admission import admit_weights, check_gradients, checked_count, checked_loss
-from gaccum_ms.training.advice import AdviceOfLoop, warning_of_ranks
+from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, warning_of_ranks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
-from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, BatchReduction
+from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, SUMS, BatchReduction
 from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
-from gaccum_ms.training.gradients_of_batch import GradientsOfBatch, value_and_grad
+from gaccum_ms.training.gradients_of_batch import CallsOfFunctions, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
 from gaccum_ms.training.loop_checks import NEEDS_COUNT, Scaling, can_compile, check_rule, refuse_graphs
 from gaccum_ms.training.loop_records import LoopRecords
+from gaccum_ms.training.loop_reduction import LoopReduction
 from gaccum_ms.training.schedulers import Schedulers
 
 _NAME = "GradAccumulator"
@@ -74,8 +75,9 @@ class GradAccumulator(nn.Cell):
             outside of Parameters, it runs eagerly, and a warning says so. ``False`` : run it eagerly. Default:
             ``True`` .
         reduction (str, optional): What the gradients are of: ``"mean"`` , a batch's mean loss; ``"sum"`` , a sum over
-            its items, divided by the window's total count. A sum over no items is added, a mean is not.
-            Default: ``"mean"`` .
+            its items, divided by the window's total count, or without counts a sum over the window. A sum over no items
+            is added, a mean is not. Default: ``None`` , what the loss in the `nn.WithLossCell` of
+            :meth:`value_and_grad` says, else a mean.
         min_count (float, optional): The least total count that a window is divided by, over all ranks. A window of
             total 0 then updates too. Default: ``None`` , such a window makes no update.
         scheduler (Union[LRScheduler, Sequence[LRScheduler]], optional): Schedulers of
@@ -89,8 +91,8 @@ class GradAccumulator(nn.Cell):
         - **count** (Union[Tensor, float], optional) - The number of items in the mean or sum, shape :math:`()`. Give it
           with every batch of a window or with none; inside `mindspore.jit` this is not checked, and a batch with a bad
           count is left out silently. With counts, the mean is exact over all ranks. Without them, gradients of
-          :meth:`value_and_grad` weigh by their samples, all others alike, and MindSpore's ``gradients_mean`` decides
-          between mean and sum over ranks. Default: ``None`` .
+          :meth:`value_and_grad` , and others that are computed from these, weigh by their samples, all others alike,
+          and MindSpore's ``gradients_mean`` decides between mean and sum over ranks. Default: ``None`` .
         - **loss** (Union[Tensor, float], optional) - The batch's loss, without loss scale, for :meth:`record` ; shape
           :math:`()`. Give it with every batch of a window or with none. Default: ``None`` .
 
@@ -104,11 +106,13 @@ class GradAccumulator(nn.Cell):
         the open window.
 
     Raises:
-        TypeError: If an argument or gradient has another type than above; if there is no count, with
-            ``reduction="sum"`` or `min_count` ; if `scheduler` is no LRScheduler, as ReduceLROnPlateau, which needs a
-            metric.
+        TypeError: If an argument or gradient has another type than above; if there is no count, with `min_count` , or
+            with sums and ``overflow="drop_micro_batch"`` ; if `scheduler` is no LRScheduler, as ReduceLROnPlateau,
+            which needs a metric.
         ValueError: If an argument has a wrong value; if gradients do not match the optimizer's parameters in number and
-            shapes; if a count is negative or not finite; if the weights are in a DistributedDataParallel, as far as
+            shapes; if a count is negative or not finite; if there is none with gradients that are computed from those
+            of batches of several sizes; if a loss says another `reduction` than is given, or than another's; if the
+            weights are in a DistributedDataParallel, as far as
             they show it; if `scheduler` is for another optimizer, or keeps state outside of Parameters, which
             checkpoints would lose; in graph mode, if the optimizer or a transform changes values that are no
             Parameters, such as the entries of a list.
@@ -173,7 +177,7 @@ class GradAccumulator(nn.Cell):
         overflow: str = "drop_window",
         scale_sense: nn.Cell | ms.Tensor | None = None,
         jit: bool = True,
-        reduction: str = "mean",
+        reduction: str | None = None,
         min_count: float | None = None,
         scheduler: Any = None,
     ) -> None:
@@ -200,7 +204,7 @@ class GradAccumulator(nn.Cell):
         self._jit = jit and can_compile((*options.transforms, optimizer))
         self.drops = options.drops
         self.loss_is_mean = options.loss_is_mean
-        self.needs_count = not options.loss_is_mean or min_count is not None
+        self.needs_count = min_count is not None
         self._no_count = NoCount(min_count)
         self.window_position = counter("window_position")
         batch_reduction = BatchReduction(weights, min_count, self.window_position)
@@ -223,11 +227,15 @@ class GradAccumulator(nn.Cell):
         self.accu_grads = self.window.accumulators.sums
         expose_records(self, self.window, self.update, *self.update.links)
         self.batch_count = counter("batch_count")
-        self.run_record = RunRecord(_NAME, ("batches", "samples", "counts"), accumulation_steps)
+        self.run_record = RunRecord(_NAME, ("batches", "samples", "counts", "sums"), accumulation_steps, None)
         batch_reduction.window_rule = self.run_record.window_rule
         self._lifecycle = Lifecycle(self.run_record, self.update, self.window, self.window_position, self._jit)
         self._lifecycle.keep_in_place(self)
+        self._reduction = LoopReduction(options)
+        self._take_reduction()
+        self._calls = CallsOfFunctions()
         # Python runs these in PyNative mode, and at compile time in graph mode.
+        self._settle_reduction = ops.constexpr(self._reduction.settle)
         self._note_scaling = ops.constexpr(self._scaling.note)
         self._check_scaling = ops.constexpr(self._scaling.check)
         self._one, self._zero = ms.Tensor(1.0, ms.float32), ms.Tensor(0.0, ms.float32)
@@ -247,8 +255,11 @@ class GradAccumulator(nn.Cell):
 
     def value_and_grad(self, function: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         """As `mindspore.value_and_grad` , of the optimizer's parameters; but a call of the accumulator weighs the
-        gradients by the samples in their batch. It is for a mean over samples, and outside of `mindspore.jit` . Other
-        gradients that are computed from these, as by clipping, know no samples: give their `count` .
+        gradients by the samples in their batch. It is outside of `mindspore.jit` . Other gradients that are computed
+        from these, as by clipping or adding those of two losses, weigh by the samples of the calls since the
+        accumulator's last call. If these calls had several numbers of samples, give a `count` .
+
+        A bare `nn.WithLossCell` says whether its loss is a mean or a sum, if `reduction` of the accumulator does not.
 
         Args:
             function (Union[Cell, Callable]): Returns the loss; the first axis of its first input is that of samples.
@@ -256,9 +267,30 @@ class GradAccumulator(nn.Cell):
 
         Returns:
             Callable, returns what `function` does, and the gradients, a tuple.
+
+        Raises:
+            ValueError: If its loss says another `reduction` than is given, or than that of an earlier function; if its
+                loss has ``reduction="none"`` .
         """
         self._advice.note(function)
-        return value_and_grad(function, self.weights, has_aux)
+        self._reduction.take(function, has_aux)
+        self._take_reduction()
+        batches = int(self.window.accumulation_steps.asnumpy()) if self.loss_is_mean else 0
+        advice = LossAdvice(_NAME, function, (None,), batches)
+        return value_and_grad(function, self.weights, has_aux, self._calls, advice)
+
+    def _take_reduction(self) -> None:
+        """Before anything is compiled, take what the losses are."""
+        self.loss_is_mean = self._reduction.value != "sum"
+        self.rule_without_count = BATCHES if self.loss_is_mean else SUMS
+        self.window.reduction.may_stay_sum = not self.loss_is_mean
+        if self.drops and not self.loss_is_mean:
+            self.needs_count = True
+        self.run_record.reduction = self._reduction.value
+
+    def extend_repr(self) -> str:
+        """In ``print(accumulator)`` ."""
+        return f"accumulation_steps={self.window.accumulation_steps.asnumpy()}, reduction={self._reduction.value!r}"
 
     def scale(self, loss: ms.Tensor) -> ms.Tensor:
         """The loss times the loss scale; with `scale_sense` , differentiate this."""
@@ -273,6 +305,7 @@ class GradAccumulator(nn.Cell):
         Returns:
             bool, whether there was an update.
         """
+        self._calls.take()
         self._begin_call()
         self._records.begin(self)
         had_batches = bool(self.window.batches)
@@ -282,6 +315,7 @@ class GradAccumulator(nn.Cell):
 
     def clear(self) -> None:
         """Discard the open window and its batches. All ranks must call this."""
+        self._calls.take()
         self._lifecycle.begin_call()
         self.window.reset_eagerly()
         self._records.clear(self)
@@ -310,6 +344,7 @@ class GradAccumulator(nn.Cell):
         self.update.set_scale(sens)
 
     def __call__(self, gradients: Sequence[ms.Tensor], count: Any = None, loss: Any = None) -> bool:
+        calls = self._calls.take()
         check_gradients(gradients, self.weights)
         self._scaling.check()
         self._look()
@@ -320,9 +355,12 @@ class GradAccumulator(nn.Cell):
             raise TypeError(NEEDS_COUNT)
         if loss is not None:
             loss = checked_loss(loss)
-        rule = BATCHES if count is None else COUNTS
-        if isinstance(gradients, GradientsOfBatch) and rule == BATCHES:
-            count, rule = ms.Tensor(gradients.samples, ms.float32), SAMPLES
+        rule = COUNTS
+        if count is None:
+            rule, samples = self.rule_without_count, calls.samples_of(gradients) if self.loss_is_mean else None
+            calls.look()
+            if samples is not None:
+                count, rule = ms.Tensor(samples, ms.float32), SAMPLES
         self._begin_call()
         check_rule(rule, int(self.run_record.window_rule.asnumpy()), self.window.batches, count)
         self._records.begin(self)
@@ -344,6 +382,9 @@ class GradAccumulator(nn.Cell):
         return bool(updated.asnumpy())
 
     def _begin_call(self) -> None:
+        if self.run_record.reduction is None:
+            self._reduction.settle()
+            self.run_record.reduction = self._reduction.value
         self._lifecycle.begin_batch()
         if self._schedulers is not None:
             self._schedulers.begin(self.update_count)
@@ -387,6 +428,7 @@ class GradAccumulator(nn.Cell):
 
     def load(self, values: Mapping[str, np.ndarray]) -> None:
         """Load a checkpoint's values, by name, also in the middle of training; `gaccum_ms.resume` checks them."""
+        self._calls.take()
         self._lifecycle.load(self, values)
         self._records.begin_anew(self)
 
@@ -400,6 +442,7 @@ class GradAccumulator(nn.Cell):
         if not self.called_by_python:
             self._refuse_lost_state()
         self._check_scaling()
+        self._settle_reduction()
         self._look()
         scale = self.update.scale()
         items = ops.ones((), ms.float32) if count is None else counts.valid_or_nan(count)
@@ -422,7 +465,7 @@ class GradAccumulator(nn.Cell):
             loss = ops.cast(loss, ms.float32).reshape(()) * weight * scale
             losses = ops.select(ops.logical_and(belongs, dropped == 0), loss, losses)
         if rule is None:  # within a function under `mindspore.jit`
-            rule = ms.Tensor(BATCHES if count is None else COUNTS, ms.int32)
+            rule = ms.Tensor(self.rule_without_count if count is None else COUNTS, ms.int32)
             if loss is not None:
                 self._note_loss()
         seen = ops.depend(seen, ops.assign(self.run_record.window_rule, rule))

@@ -15,8 +15,9 @@ from gaccum_ms.record.run_record import RULES
 
 _NAME = "GradAccumulator"
 NEEDS_COUNT = (
-    "For 'GradAccumulator', with reduction='sum' or 'min_count' each call must have a 'count', the number of items in "
-    "its batch, by whose total the gradients are divided, but got none. Nothing was added."
+    "For 'GradAccumulator', with 'min_count', or overflow='drop_micro_batch' and losses that are sums, each call must "
+    "have a 'count', the number of items in its batch, by whose total the gradients are divided, but got none. Nothing "
+    "was added."
 )
 
 

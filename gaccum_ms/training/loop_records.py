@@ -9,6 +9,7 @@ from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer  # t
 
 from gaccum_ms.backend.newer_optimizers import without_shards
 from gaccum_ms.learning_rate import current_learning_rate
+from gaccum_ms.record.run_record import RULES
 from gaccum_ms.record.window_notes import WindowNotes, as_float, updates_of
 from gaccum_ms.record.window_record import WindowRecord
 
@@ -51,6 +52,8 @@ class LoopRecords:
     def end(self, accumulator: Any) -> None:
         """After the batch or flush that has ended the window, and before a scheduler writes the rate."""
         self._notes.end(accumulator)
+        if RULES[int(accumulator.run_record.window_rule.asnumpy())] == "sums":  # without counts
+            self._notes.counted = "batches"
         if isinstance(without_shards(accumulator.optimizer), ExperimentalOptimizer):
             updated = self._notes.update > self._notes.updates
             self._notes.rate = current_learning_rate(accumulator.optimizer, updates_ago=int(updated))

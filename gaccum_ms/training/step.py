@@ -212,7 +212,11 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self.batch_count = counter("batch_count")
         self.rate_steps = counter("rate_steps", options.accumulation_steps)  # the rate is for windows of this length
         self.run_record = RunRecord(
-            _NAME, (rule_of(options),), options.accumulation_steps, resumes_windows=not self._unrolled
+            _NAME,
+            (rule_of(options),),
+            options.accumulation_steps,
+            options.reduction,
+            resumes_windows=not self._unrolled,
         )
         self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
         self.window = self._make_window()

@@ -164,7 +164,34 @@ def _(request):
 
 @says("the network must return a scalar loss of shape (), but got shape")
 def _(request):
-    step_of(nn.WithLossCell(nn.Dense(3, 1), nn.MSELoss("none")))(*BATCH)
+    step_of(nn.SequentialCell(nn.Dense(3, 1)))(BATCH[0])
+
+
+@says("the loss must be one number, the mean or the sum of a batch, but got")
+def _(request):
+    step_of(nn.WithLossCell(nn.Dense(3, 1), nn.MSELoss("none")))
+
+
+@says("'reduction' must be what the loss says, but got")
+def _(request):
+    GradAccumulationCell(nn.WithLossCell(nn.Dense(3, 1), nn.MSELoss("sum")), 2, reduction="mean")
+
+
+@says("all gradients of an accumulator must be of means or all of sums")
+def _(request):
+    accumulator = GradAccumulator(sgd(nn.Dense(3, 1)), 2)
+    for word in ("mean", "sum"):
+        accumulator.value_and_grad(nn.WithLossCell(nn.Dense(3, 1), nn.MSELoss(word)))
+
+
+@says("'count' must be given with gradients that are computed from those of batches of several sizes")
+def _(request):
+    net = nn.Dense(3, 1)
+    accumulator = GradAccumulator(sgd(net), 2)
+    grad_fn = accumulator.value_and_grad(with_loss(net))
+    for rows in (4, 2):
+        _, gradients = grad_fn(Tensor(X[:rows]), Tensor(Y[:rows]))
+    accumulator(tuple(gradients))
 
 
 @says("the cell must be the outermost one when a model is built with an optimizer")

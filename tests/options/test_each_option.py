@@ -36,7 +36,18 @@ from gaccum_ms.options.checked import checked
 from gaccum_ms.options.compatibility import RULES, Setup
 from gaccum_ms.options.compatibility import refused as first_refused
 from gaccum_ms.options.options import Options, check_each, each_option, option
-from gaccum_ms.options.rules import AUDIT, CELL, IN_LOOPS, IN_ONE_GRAPH, PIPELINE, REPORT, SEMI_AUTO, SPAN_LATER, TRIAL
+from gaccum_ms.options.rules import (
+    AUDIT,
+    CELL,
+    IN_LOOPS,
+    IN_ONE_GRAPH,
+    LOSS,
+    PIPELINE,
+    REPORT,
+    SEMI_AUTO,
+    SPAN_LATER,
+    TRIAL,
+)
 from tests.support.reference import make_step
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
@@ -122,8 +133,8 @@ def in_two(x, y):
 BY_FUNCTION = {"split": in_two}
 
 # For each rule, in order: options that break it and no rule before it, the words of the error, and "batch" for a loss
-# of the batch, "distributed" for semi-auto and auto parallel mode, "pipeline" for one of two stages, or "pools" for a
-# network with WindowBatchNorm.
+# of the batch, "sum" or "none" for a loss that says so, "distributed" for semi-auto and auto parallel mode, "pipeline"
+# for one of two stages, or "pools" for a network with WindowBatchNorm.
 BROKEN = [
     ({}, "need graph mode, because .* but got PyNative mode. Use"),
     ({}, "which take each micro-batch once, but got a network of class", "batch"),
@@ -141,11 +152,17 @@ BROKEN = [
     ({"accumulation_steps": 2}, "in a pipeline 'accumulation_steps' must be 1, .* but got 2. Use"),
     ({"accumulation_steps": 2, **TWO}, "must be 1 .* got accumulation_steps=2 and 2 losses"),
     ({"accumulation_steps": 3}, "'accumulation_steps' must be 1, but got 3: the loss needs", "batch"),
+    (
+        {"reduction": "mean"},
+        "must be what the loss says, .* reduction='mean' and a 'MSELoss' with .*'sum'. Leave",
+        "sum",
+    ),
+    ({}, "the loss must be one number, .* but got a 'MSELoss' with reduction='none', which", "none"),
     ({"reduction": "sum", **TWO}, "reduction='sum' with 'loss_weights' needs .* got count=None"),
     ({"reduction": "ratio", "count": CountMask()}, r"reduction='ratio' .* got count=CountMask.* and a network"),
     ({"reduction": "ratio", **TWO}, "reduction='ratio' is for one loss, .* but got 2 losses. Return sums"),
     ({"count": (CountMask(),)}, r"'count' must be None, but got \(CountMask.*\): the loss is", "batch"),
-    ({"min_count": 1.0}, "least count of items .* got min_count=1.0, count=None, reduction='mean' and a network"),
+    ({"min_count": 1.0}, "least count of items .* got min_count=1.0, count=None, reduction=None and a network"),
     (THREE, "pools a micro-batch's statistics in each forward, .* but got 3 losses. Add", "pools"),
     (TWO, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\): add", "batch"),
     ({"transforms": (abs, ClipByValue(1.0))}, "one device's part there, but got abs. Give a Transform whose class"),
@@ -153,7 +170,7 @@ BROKEN = [
         {"accumulators": Accumulators(compensated=True)},
         r"must have compensated=False, and the precision of the weights at least, but got Accumulators\(.*: the",
     ),
-    ({"overflow": "drop_micro_batch", **TWO}, "drop_micro_batch' divides .* got 2 loss.es., reduction='mean'"),
+    ({"overflow": "drop_micro_batch", **TWO}, "drop_micro_batch' divides .* got 2 loss.es., reduction=None"),
     ({"overflow": "drop_micro_batch"}, "'overflow' must be 'drop_window', but got 'drop_micro_batch': a", "batch"),
     ({"overflow": "drop_micro_batch"}, "must be 'drop_window', but got 'drop_micro_batch': the compiler"),
     ({"record_noise": True, "reduction": "sum"}, "'record_noise' .* got 1 loss.es., reduction='sum' and count=None"),
@@ -184,7 +201,8 @@ def options_of(options):
 def test_each_rule_has_its_own_error(number):
     rule, (options, words, *kind) = RULES[number], BROKEN[number]
     net = nn.Dense(1, 1)
-    network = WithBatchLossCell(net, net) if kind == ["batch"] else nn.WithLossCell(net, nn.MSELoss())
+    loss = nn.MSELoss(kind[0]) if kind and kind[0] in ("sum", "none") else nn.MSELoss()
+    network = WithBatchLossCell(net, net) if kind == ["batch"] else nn.WithLossCell(net, loss)
     if kind == ["pools"]:
         network = nn.WithLossCell(nn.SequentialCell(WindowBatchNorm(1), net), nn.MSELoss())
     setup = Setup(options_of(options), network, kind == ["distributed"])
@@ -205,7 +223,9 @@ def test_each_rule_has_an_example():
     assert len(BROKEN) == len(RULES)
 
 
-@pytest.mark.parametrize("place", [CELL, IN_LOOPS, SEMI_AUTO, PIPELINE, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT])
+@pytest.mark.parametrize(
+    "place", [LOSS, CELL, IN_LOOPS, SEMI_AUTO, PIPELINE, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT]
+)
 def test_the_plain_options_go_together_everywhere(place):
     ms.set_context(mode=ms.GRAPH_MODE)
     assert first_refused(place, "Owner", Setup(options_of({"micro_size": 2}), nn.Dense(1, 1))) is None

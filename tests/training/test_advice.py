@@ -18,8 +18,9 @@ from gaccum_ms import (
     WindowBatchNorm,
     WithBatchLossCell,
 )
+from gaccum_ms.backend.code_of_cells import named_cells
 from gaccum_ms.layers.state import advice_about_state
-from gaccum_ms.losses.known_losses import advice_about_losses
+from gaccum_ms.losses.known_losses import KnownLosses
 from tests.support import reference
 from tests.support.reference import FEATURES, Regression, as_numpy, batches, relative_error
 
@@ -221,9 +222,89 @@ def test_losses_of_mint_are_known_too():
     """MindSpore has no kernels for them on CPU."""
     for kind in (mint.nn.CrossEntropyLoss, mint.nn.NLLLoss):
         for loss, labels, said in ((kind(WEIGHTS), LABELS, "CountClassWeights"), (kind(), IGNORED, "CountNotIgnored")):
-            (text,) = advice_about_losses(nn.WithLossCell(dense(), loss), (None,), (Tensor(X), Tensor(labels)))
+            (text,) = KnownLosses("Owner", nn.WithLossCell(dense(), loss), (None,)).advice((Tensor(X), Tensor(labels)))
             assert said in text
-        assert advice_about_losses(nn.WithLossCell(dense(), kind()), (None,), (Tensor(X), Tensor(LABELS))) == []
+        assert KnownLosses("Owner", nn.WithLossCell(dense(), kind()), (None,)).advice((Tensor(X), Tensor(LABELS))) == []
+
+
+def closure(net, loss):
+    def forward(x, y):
+        return loss(net(x), y)
+
+    return forward
+
+
+class Trainer:
+    def __init__(self):
+        self.net, self.loss = dense(), nn.CrossEntropyLoss()
+
+    def forward(self, x, y):
+        return self.loss(self.net(x), y)
+
+
+def by_function(net):
+    def forward(x, y):
+        return ops.cross_entropy(net(x), y)
+
+    return forward
+
+
+FUNCTIONS = {
+    "network": lambda: nn.WithLossCell(dense(), nn.CrossEntropyLoss()),
+    "method of a network": lambda: nn.WithLossCell(dense(), nn.CrossEntropyLoss()).construct,
+    "closure": lambda: closure(dense(), nn.CrossEntropyLoss()),
+    "method": lambda: Trainer().forward,
+    "function": lambda: by_function(dense()),
+    "network of a function": lambda: closure_of_one(Functional()),
+}
+
+
+def closure_of_one(net):
+    return lambda x, y: net(x, y)
+
+
+def told_in_a_loop(function, *batches, counts=None, steps=2, optimizer=None):
+    """The texts of all warnings while a loop of one's own trains on the batches."""
+    weights = getattr(optimizer, "parameters", None) or ms.ParameterTuple(
+        [weight for cell in named_cells(function).values() for weight in cell.trainable_params()]
+    )
+    accumulator = GradAccumulator(nn.SGD(weights, 0.1), steps, jit=False)
+    grad_fn = accumulator.value_and_grad(function)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches:
+            _, gradients = grad_fn(*map(Tensor, batch))
+            accumulator(tuple(gradients), counts and counts(*map(Tensor, batch)))
+    assert all(one.filename == __file__ for one in caught)
+    return [str(one.message) for one in caught]
+
+
+HALVES = [(X[:4], IGNORED[:4]), (X[4:], IGNORED[4:])]
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_a_loop_is_told_of_ignored_labels_as_the_cell_is(kind, pynative):
+    (text,) = told_in_a_loop(FUNCTIONS[kind](), *HALVES, *HALVES)
+    assert text.startswith("For 'GradAccumulator', the loss '")
+    assert "accumulator(gradients, gaccum_ms.CountNotIgnored()(*batch))" in text
+    assert told_in_a_loop(FUNCTIONS[kind](), *HALVES, counts=CountNotIgnored()) == []
+
+
+def test_labels_that_only_a_later_batch_of_the_window_ignores_are_told(pynative):
+    kept, ignored = np.zeros(4, np.int32), np.full(4, -100, np.int32)
+    parts = [(X[:4], kept), (X[4:], np.where([1, 0, 0, 0], -100, kept))]
+    assert len(told_in_a_loop(FUNCTIONS["closure"](), *parts)) == 1
+    # All samples of a batch alike, but not those of two batches. A mean over nothing is NaN.
+    two = [(X[:4], np.stack([kept, kept], 1)), (X[4:], np.stack([kept, ignored], 1))]
+    losses = KnownLosses("Owner", FUNCTIONS["network"](), (None,))
+    assert [len(losses.advice([Tensor(value) for value in part])) for part in two] == [0, 1]
+    assert told_in_a_loop(FUNCTIONS["closure"](), parts[0], parts[0]) == []
+    step = make_step(nn.WithLossCell(dense(), nn.CrossEntropyLoss()), accumulation_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for part in parts:
+            step(*map(Tensor, part))
+    assert len(caught) == 1 and "the loss '_loss_fn' is a mean over the labels" in str(caught[0].message)
 
 
 class LanguageModel(nn.Cell):

@@ -199,6 +199,7 @@ class ForgetsCounts(GradAccumulator):
 
 class ForgetsSamples(GradAccumulator):
     def __call__(self, gradients, count=None, loss=None):
+        self._calls.take()
         return super().__call__(tuple(gradients), count)
 
 
@@ -884,6 +885,73 @@ def test_gradients_that_know_their_samples_are_not_mixed_with_others():
     assert [accumulator(gradients, 1), accumulator(gradient(2.0, 2.0), 3)] == [False, True]
     assert moved(accumulator) == [9.0, 9.0]
     assert float(accumulator.window_count.asnumpy()) == 4
+
+
+CHANGED = {
+    "tuple": tuple,
+    "list": list,
+    "without NaN": lambda gradients: tuple(ops.nan_to_num(each) for each in gradients),
+    "of two calls": lambda gradients: tuple((each + each) / 2 for each in gradients),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+def test_gradients_that_a_loop_changes_weigh_by_their_samples(changed, pynative):
+    """`of two calls` : as an adversarial part, or a second loss, adds them."""
+    network = Regression()
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    accumulator = GradAccumulator(optimizer, 3, jit=False)
+    grad_fns = [accumulator.value_and_grad(network) for _ in range(1 + (changed == "of two calls"))]
+    losses = []
+    for x, y in DATA:
+        parts = zip(*(np.split(value, np.cumsum(UNEQUAL)[:-1]) for value in (x, y)), strict=True)
+        results = []
+        for part in parts:
+            for grad_fn in grad_fns:
+                loss, gradients = grad_fn(*map(Tensor, part))
+            results.append(float(loss))
+            accumulator(CHANGED[changed](gradients))
+        losses.append(np.average(results, weights=UNEQUAL))
+    assert_equivalent(Run(np.array(losses), trained(optimizer)), joined_batch("momentum"), TOLERANCE)
+
+
+def test_calls_of_several_sizes_need_a_count():
+    accumulator = make_accumulator(2)
+    grad_fn = accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
+    (_, first), (_, second) = grad_fn(Tensor([1.0, 2.0, 3.0])), grad_fn(Tensor([1.0, 2.0]))
+    both = tuple(one + other for one, other in zip(first, second, strict=True))
+    with pytest.raises(ValueError, match=r"'count' must be given .* with 3 and 2 samples.* Nothing was added"):
+        accumulator(both)
+    assert place(accumulator) == (0, 0)
+    assert [accumulator(first), accumulator(second)] == [False, True]  # these know it themselves
+    assert moved(accumulator) == [(3 * 6 + 2 * 3) / 5] * 2
+    for size in (3, 2):
+        grad_fn(Tensor([1.0] * size))
+    accumulator(both, 5)
+
+
+FORGETS = {
+    "a call": lambda accumulator, grad_fn: accumulator(gradient(1.0), 1),
+    "a call that fails": lambda accumulator, grad_fn: accumulator(gradient(1.0), -1),
+    "a function that fails": lambda accumulator, grad_fn: grad_fn(3),
+    "a flush": lambda accumulator, grad_fn: accumulator.flush(),
+    "a clear": lambda accumulator, grad_fn: accumulator.clear(),
+}
+
+
+@pytest.mark.parametrize("event", FORGETS)
+def test_a_batch_that_is_skipped_shifts_nothing(event):
+    """Its samples are forgotten with what ended it."""
+    accumulator = make_accumulator(1)
+    grad_fn = accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
+    grad_fn(Tensor([1.0, 2.0, 3.0]))
+    with contextlib.suppress(TypeError, ValueError):
+        FORGETS[event](accumulator, grad_fn)
+    _, gradients = grad_fn(Tensor([1.0, 2.0]))
+    assert accumulator(tuple(gradients)) is True
+    assert float(accumulator.window_count.asnumpy()) == 2
+    assert accumulator(gradient(1.0)) is True
+    assert accumulator.record().counted == "batches"
 
 
 def test_refuses_bad_numbers_of_steps():

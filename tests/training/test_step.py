@@ -21,6 +21,7 @@ from tests.support.reference import (
     FEATURES,
     OPTIMIZERS,
     Line,
+    Outer,
     Regression,
     as_numpy,
     batches,
@@ -63,7 +64,7 @@ def test_bad_batches_are_refused_before_anything_changes(mode):
 def test_a_loss_that_is_no_scalar_is_refused_before_anything_changes():
     for micro_size in (1, 3):
         loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss(reduction="none"))
-        step = make_step(loss_cell, micro_size=micro_size)
+        step = make_step(Outer(loss_cell), micro_size=micro_size)
         before = everything(step)
         with pytest.raises(ValueError, match=r"scalar loss of shape \(\), but got shape \(\d,\)"):
             step(*batch(6))
