@@ -159,6 +159,7 @@ def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callback
     if step is None:
         refuse_other_networks(callbacks, self.train_network)
         return _original_train(self, epoch, train_dataset, callbacks=callbacks, **kwargs)
+    step.check_names_and_refresh_name()  # with data sinking it is called within another Cell
     # A flush comes before callbacks that must see its update, such as checkpoints, wherever they are in the list.
     callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, FlushAccumulation))
     callbacks = [WindowWatch(step), AveragesInEvaluation(), *callbacks]

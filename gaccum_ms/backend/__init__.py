@@ -12,7 +12,7 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import nn
-from mindspore.train import Model, ModelCheckpoint
+from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 
 SUPPORTED = ">=2.7.2,<2.11"  # as in setup.py
 missing: list[str] = []
@@ -68,6 +68,7 @@ MicroStepAllGather = _private("mindspore.ops.operations.comm_ops:_MicroStepAllGa
 MirrorMicroStepOperator = _private("mindspore.ops.operations.comm_ops:_MirrorMicroStepOperator")
 bprop_getters = _private("mindspore.ops._grad_experimental.grad_base:bprop_getters")
 flops_collector = _private("mindspore.train.callback:_flops_collector")
+checkpoint_records = _private("mindspore.train.checkpoint_pb2:Checkpoint")
 get_grad_accumulation_shard = _private("mindspore.parallel._utils:_get_grad_accumulation_shard")
 
 # -- attributes of MindSpore's objects, the same in all versions -------------------------------------------------------
@@ -78,6 +79,7 @@ _attributes("Cell", _cell, "_forward_hook", "_forward_pre_hook")
 _attributes("Cell", _cell, "check_names_and_refresh_name", "compile_and_run", "compile_cache")
 _attributes("Parameter", ms.Parameter(ms.Tensor(0.0)), "assign_value", "data_ptr", "has_init", "init_data", "copy_")
 _attributes("GroupNorm", nn.GroupNorm, "_cal_output")
+_attributes("CheckpointConfig", CheckpointConfig(), "_crc_check")
 _attributes("Model", Model, "_train", "_transform_callbacks", "_build_eval_network", "_build_predict_network")
 _attributes("_flops_collector", flops_collector, "flops_collection")
 _attributes("_cell_graph_executor", cell_graph_executor, "_graph_executor.get_params")

@@ -5,6 +5,8 @@ Also: writing a Parameter, in a graph and outside of one, and holding weights in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
@@ -71,6 +73,15 @@ def hold_weights(cell: nn.Cell, weights: ms.ParameterTuple) -> None:
     for weight in weights:
         cell._params.pop(weight.name, None)
     object.__setattr__(cell, "weights", weights)
+
+
+def with_places_of_mindspore(weights: Mapping[str, ms.Parameter], children: Mapping[str, nn.Cell]) -> nn.Cell:
+    """A Cell with the Parameters of MindSpore's own step, at the same places. `weights` : by their names when the step
+    was built; they are Parameters of the step itself."""
+    step = nn.Cell(auto_prefix=False)
+    step._params.update(weights)
+    step._cells.update(children)
+    return step
 
 
 @ops.constexpr

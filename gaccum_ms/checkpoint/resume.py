@@ -6,6 +6,8 @@ checks a checkpoint before anything changes, and loads it on other ranks and wit
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from gaccum_ms.backend.newer_optimizers import is_of_scheduler, is_rate, may_lack
+from gaccum_ms.backend.checkpoint_file import SUFFIXES, read_checkpoint
+from gaccum_ms.backend.newer_optimizers import is_of_scheduler, is_rate
 from gaccum_ms.backend.parameters import own
-from gaccum_ms.backend.snapshot import as_numpy
 from gaccum_ms.backend.user_warnings import warn_user
+from gaccum_ms.checkpoint.contents import check_contents, without_optimizer
 from gaccum_ms.checkpoint.data_position import begin_at
-from gaccum_ms.checkpoint.newest import SUFFIXES, newest_checkpoint
+from gaccum_ms.checkpoint.newest import newest_checkpoint
 from gaccum_ms.checkpoint.rank_files import Values, of_rank, origin
-from gaccum_ms.checks.arguments import first_of
+from gaccum_ms.checks.arguments import check_bool, first_of
 from gaccum_ms.distributed.ranks import group_size_or_1
 from gaccum_ms.distributed.sharded_optimizer import whole_state
 from gaccum_ms.learning_rate import MULTIPLIER_PREFIX
@@ -33,6 +36,7 @@ def resume(
     model: ms.Model | TrainOneStepWithGradAccumulationCell | GradAccumulator,
     checkpoint: str | Path | Sequence[str | Path],
     data_set: Any = None,
+    optimizer: bool = True,
 ) -> int:
     r"""
     Resume training from a checkpoint, also from the middle of a window.
@@ -40,8 +44,8 @@ def resume(
     Loads weights, optimizer state, loss scale, the open window with its counts, the counts of batches and updates, and
     the state of MindSpore's default generator. The step may be new, or have run. The window is finished with its true
     counts, also if `micro_size` and `accumulation_steps` have changed. If the number of ranks has changed, give the
-    checkpoints of all old ranks. With a checkpoint of the network alone, or of a training without accumulation, the
-    window and all counts begin anew, and optimizer state that it lacks stays as it is. For a GradAccumulator, a warning
+    checkpoints of all old ranks. With a checkpoint of a training without accumulation, the window and all counts begin
+    anew, and a warning names optimizer state that it lacks, which stays as it is. For a GradAccumulator, a warning
     says if a scheduler's state is missing in the checkpoint, or if its learning rate is not the optimizer's.
 
     Two things are not in a checkpoint, because MindSpore gives no access to them: the next random numbers of operators
@@ -52,13 +56,15 @@ def resume(
         checkpoint (Union[str, Path, Sequence]): A file of `mindspore.save_checkpoint` of the step, or of
             `mindspore.train.ModelCheckpoint` ; its suffix decides between ckpt and safetensors. Or the files of all
             ranks that saved, in any order. Or a folder, one for each rank or one for all: all ranks then resume from
-            the newest checkpoint, by the files' times, that all of them have; copy folders with their times. If the
-            folder is empty or missing, training begins at the beginning. A name that ends with neither ``.ckpt`` nor
-            ``.safetensors`` is a folder.
+            the newest checkpoint, by the files' times, that all of them have; copy folders with their times. A file
+            that is damaged, or that the step cannot go on from, is skipped with a warning, and what a killed process
+            was writing is removed. If the folder is empty or missing, training begins at the beginning.
         data_set (Dataset, optional): It is set to the batch after the last one that was trained on. Once a batch is
             trained on, its iterators begin at the beginning again. Its seed must be the same, and `dataset_sink_mode`
             False. If the number of ranks has changed, it must divide the same batches among the new ranks.
             Default: ``None`` .
+        optimizer (bool): Whether the optimizer's state is loaded. With ``False`` it stays as it is, its learning rate
+            too, and the checkpoint may lack it. Default: ``True`` .
 
     Returns:
         int, the number of finished epochs, 0 without `data_set` : ``model.train(epochs, data_set,
@@ -67,9 +73,10 @@ def resume(
         the finished ones too; a shuffled data set then keeps its order.
 
     Raises:
-        TypeError: If `model` has another type.
-        ValueError: If a file lacks a parameter of the network, or (unless it is from a training without accumulation)
-            of the optimizer; if one has another shape; if the window cannot be finished here, because other
+        TypeError: If `model` or `optimizer` has another type.
+        ValueError: If a file is damaged, or is no checkpoint; if it lacks a parameter of the network, of the open
+            window, or of the optimizer (all of the optimizer's, if it is from a training without accumulation); if one
+            has another shape; if the window cannot be finished here, because other
             ranks' files are missing, micro-batches are weighted by another rule, or accumulators were sharded;
             if the data set has another number of batches, or the batches that were seen do not divide by the number of
             ranks; if the ranks' folders have no checkpoint in common, or files of which none can be read. Nothing has
@@ -108,32 +115,33 @@ def resume(
         >>> print(model.train_network.update_count.asnumpy())
         3
     """
+    check_bool("resume", "optimizer", optimizer)
     step = _step_of(model)
     paths = [Path(checkpoint)] if isinstance(checkpoint, (str, Path)) else [Path(path) for path in checkpoint]
-    if len(paths) == 1 and paths[0].suffix not in SUFFIXES:
-        resumes_windows = step.run_record.resumes_windows
-        # In semi-auto and auto parallel mode the record says one rank, but all devices choose together.
-        ranks = step.run_record.ranks if resumes_windows else group_size_or_1()
-        paths = newest_checkpoint(paths[0], ranks, in_windows=resumes_windows)
-        if not paths:
-            return 0
     if not paths:
         raise ValueError("For 'resume', the argument 'checkpoint' must be at least one file, but got none.")
+    folder = paths[0] if len(paths) == 1 and _is_folder(paths[0]) else None
+    _check_suffixes([] if folder else paths)
+    step.check_names_and_refresh_name()  # as before the first batch, which the checkpoint is from after
     with whole_state(step.optimizer):
-        return _go_on(step, paths, data_set)
+        if folder:
+            resumes_windows = step.run_record.resumes_windows
+            # In semi-auto and auto parallel mode the record says one rank, but all devices choose together.
+            ranks = step.run_record.ranks if resumes_windows else group_size_or_1()
+            read = functools.partial(_read, step, optimizer=optimizer)
+            paths = newest_checkpoint(folder, ranks, read, in_windows=resumes_windows)
+        return _go_on(step, paths, data_set, optimizer) if paths else 0
 
 
-def _go_on(step: Any, paths: Sequence[Path], data_set: Any) -> int:
-    files = [(path, _under_own_names(step, _read(path))) for path in paths]
-    for path, values in files:
-        _check_parameters(step, path, values)
+def _go_on(step: Any, paths: Sequence[Path], data_set: Any, optimizer: bool) -> int:
+    files = [(path, _read(step, path, optimizer)) for path in paths]
     _refuse_rate_factor(files)
     record = step.run_record
     values = of_rank(files, record.rank, record.ranks)
     if data_set is not None:
         _check_data_set(files, values, data_set, record.ranks)
     values = _counted_here(values, origin(files[0][1])[1], record.ranks)
-    if isinstance(step, GradAccumulator):
+    if isinstance(step, GradAccumulator) and optimizer:
         _warn_of_schedulers(step, values)
     batches = int(values.get(own("window_position"), 0))
     if batches:
@@ -159,9 +167,26 @@ def _step_of(model: Any) -> TrainOneStepWithGradAccumulationCell | GradAccumulat
     return step
 
 
-def _read(path: Path) -> Values:
-    kind = "safetensors" if path.suffix == ".safetensors" else "ckpt"
-    return {name: as_numpy(value) for name, value in ms.load_checkpoint(str(path), format=kind).items()}
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() or (path.suffix not in SUFFIXES and not os.path.lexists(path))
+
+
+def _check_suffixes(paths: Sequence[Path]) -> None:
+    others = [str(path) for path in paths if path.suffix not in SUFFIXES]
+    if others:
+        raise ValueError(
+            f"For 'resume', the argument 'checkpoint' must be a folder, or a file whose name ends with "
+            f"{' or '.join(SUFFIXES)}, but got {first_of(others)}."
+        )
+
+
+def _read(step: nn.Cell, path: Path, optimizer: bool) -> Values:
+    """The values of a file, if the step can go on from them."""
+    values = _under_own_names(step, read_checkpoint(path))
+    if not optimizer:
+        values = without_optimizer(step, values)
+    check_contents(step, path, values, optimizer)
+    return values
 
 
 def _under_own_names(step: nn.Cell, values: Values) -> Values:
@@ -177,25 +202,6 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
     own = schedules(parameter.name for parameter in step.get_parameters())
     names = dict(zip(schedules(values), own, strict=False))
     return {names.get(name, name): value for name, value in values.items()}
-
-
-def _check_parameters(step: nn.Cell, path: Path, values: Values) -> None:
-    network = step.network.get_parameters() if isinstance(step, TrainOneStepWithGradAccumulationCell) else ()
-    needed = [*step.weights, *network]
-    if own("batch_count") in values:  # another kind of training may have had another optimizer, or none
-        needed += [parameter for parameter in step.optimizer.get_parameters() if not may_lack(parameter.name)]
-    missing = sorted({parameter.name for parameter in needed} - values.keys())
-    if missing:
-        raise ValueError(
-            f"For 'resume', the checkpoint must have all parameters of the network and the optimizer's state, but got "
-            f"'{path}' without {first_of(missing, 5)}."
-        )
-    for parameter in step.get_parameters():
-        if parameter.name in values and values[parameter.name].shape != parameter.shape:
-            raise ValueError(
-                f"For 'resume', a parameter must have the shape that it has in the checkpoint, but got "
-                f"{parameter.name} of shape {parameter.shape}, and {values[parameter.name].shape} in '{path}'."
-            )
 
 
 def _refuse_rate_factor(files: list[tuple[Path, Values]]) -> None:

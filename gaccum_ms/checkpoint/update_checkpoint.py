@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore.train import ModelCheckpoint, RunContext
+from mindspore.train import CheckpointConfig, ModelCheckpoint, RunContext
 
+from gaccum_ms.backend.checkpoint_file import with_checksum
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.record.window_callback import WindowCallback
 from gaccum_ms.record.window_record import WindowRecord
@@ -18,7 +19,8 @@ class UpdateCheckpoint(WindowCallback, ModelCheckpoint):
 
     Otherwise it is a `mindspore.train.ModelCheckpoint <https://www.mindspore.cn/docs/en/master/api_python/train/
     mindspore.train.ModelCheckpoint.html>`_ , called only at these times. `ModelCheckpoint` itself counts batches, and
-    also saves in the middle of a window. :func:`resume` accepts the checkpoints of both.
+    also saves in the middle of a window. :func:`resume` accepts the checkpoints of both. Those of this class have
+    MindSpore's checksum ( `crc_check` ), by which `resume` finds a damaged file; an encrypted one has none.
 
     Args:
         updates (int): Updates between two checkpoints.
@@ -56,6 +58,7 @@ class UpdateCheckpoint(WindowCallback, ModelCheckpoint):
     def __init__(self, updates: int = 1, **kwargs: Any) -> None:
         check_positive_int("UpdateCheckpoint", "updates", updates)
         super().__init__(**kwargs)
+        self._config: CheckpointConfig = with_checksum(self._config)
         if self._config.save_checkpoint_steps != 1:
             raise ValueError(
                 f"For 'UpdateCheckpoint', 'save_checkpoint_steps' of 'config' must be 1, because updates are counted, "

@@ -229,7 +229,9 @@ class GradAccumulator(nn.Cell):
         self.batch_count = counter("batch_count")
         self.run_record = RunRecord(_NAME, ("batches", "samples", "counts", "sums"), accumulation_steps, None)
         batch_reduction.window_rule = self.run_record.window_rule
-        self._lifecycle = Lifecycle(self.run_record, self.update, self.window, self.window_position, self._jit)
+        # A loop without accumulation calls the optimizer alone, which names what it holds.
+        lasting = self.run_record, self.update, self.window, self.window_position
+        self._lifecycle = Lifecycle(*lasting, self._jit, named=optimizer)
         self._lifecycle.keep_in_place(self)
         self._reduction = LoopReduction(options)
         self._take_reduction()
@@ -420,6 +422,10 @@ class GradAccumulator(nn.Cell):
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the weights have the values of their averages, as that of the training step."""
         return averaged_weights(self.update)
+
+    def check_names_and_refresh_name(self):
+        """MindSpore calls this before a Cell's first call."""
+        self._lifecycle.refresh_names()
 
     def init_parameters_data(self, *args, **kwargs):
         """MindSpore calls this before it saves a checkpoint."""

@@ -24,10 +24,16 @@ if TYPE_CHECKING:
 
 class Lifecycle:
     """What precedes training, saving and loading. `position` : batches in the open window, also of a checkpoint's, if
-    windows have one batch here."""
+    windows have one batch here. `named` : has the Parameters that MindSpore's own step or loop has, at their places."""
 
     def __init__(
-        self, record: RunRecord, update: Update, open_window: OpenWindow | None, position: ms.Parameter, jit: bool
+        self,
+        record: RunRecord,
+        update: Update,
+        open_window: OpenWindow | None,
+        position: ms.Parameter,
+        jit: bool,
+        named: nn.Cell,
     ) -> None:
         self._record = record
         self._update = update
@@ -35,8 +41,15 @@ class Lifecycle:
         self._open_window = open_window
         self._position = position
         self._jit = jit
+        self._named = named
         self._settings: list[dict[str, Any]] | None = None  # of the optimizer's groups, when it was compiled
         self._may_lose_state = True
+
+    def refresh_names(self) -> None:
+        """If two Parameters share a name, name all by their places, as MindSpore does before a Cell's first call: of
+        two that share one, a checkpoint holds one. In our step weights, network and optimizer have other places than in
+        MindSpore's own; and what is ours keeps its names, by which `resume` finds it."""
+        self._named.check_names_and_refresh_name()
 
     def begin_call(self) -> None:
         """Before each batch, flush and other change: refuse what cannot be trained or continued."""
@@ -48,6 +61,7 @@ class Lifecycle:
         if runs_eagerly(self._jit):
             refuse_uncompiled(self._record.owner, self._update.optimizer)
         if not self._record.begun or self._record.loaded:
+            self.refresh_names()
             self._record.begin(self._open_window, int(self._position.asnumpy()))
 
     def begin_batch(self) -> None:
@@ -74,7 +88,8 @@ class Lifecycle:
         keep_in_place(parameters_of(cell))
 
     def prepare_save(self) -> None:
-        """Before a checkpoint is saved: copy state outside of Parameters into them."""
+        """Before a checkpoint is saved: copy state outside of Parameters into them, which no two may share a name."""
+        self.refresh_names()
         self._record.keep_random_state()
         if isinstance(self._update.optimizer, ShardedOptimizer):
             self._update.optimizer.prepare_save()

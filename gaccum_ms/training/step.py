@@ -46,7 +46,7 @@ from gaccum_ms.accumulation.assembly import Kinds, combined, fused_reducer, kind
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
-from gaccum_ms.backend.parameters import counter, expose_records, hold_weights
+from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, with_places_of_mindspore
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.cell import cell_with_loss
 from gaccum_ms.checks.arguments import check_positive_int
@@ -196,6 +196,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     ) -> None:
         setup = admit(_NAME, network, optimizer)
         super().__init__(setup.network, optimizer)
+        self._named_weights = dict(self._params)
         hold_weights(self, self.weights)
         self._setup = setup
         self.advice = Advice(setup)
@@ -211,17 +212,13 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self.window_position = counter("window_position")
         self.batch_count = counter("batch_count")
         self.rate_steps = counter("rate_steps", options.accumulation_steps)  # the rate is for windows of this length
-        self.run_record = RunRecord(
-            _NAME,
-            (rule_of(options),),
-            options.accumulation_steps,
-            options.reduction,
-            resumes_windows=not self._unrolled,
-        )
         self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
         self.window = self._make_window()
         ended = self._open_window() or self.window
         self.update = Update(_NAME, optimizer, self.weights, ended, options, scale_sense, setup.network)
+        # The last child, so that its Parameters are the last in a checkpoint: a file that was cut lacks one of them.
+        steps, resumes_windows = options.accumulation_steps, not self._unrolled
+        self.run_record = RunRecord(_NAME, (rule_of(options),), steps, options.reduction, resumes_windows)
 
     def _make_window(self) -> Any:  # a Window, or an UnrolledWindow
         if self._unrolled:
@@ -247,7 +244,11 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         own = self.options, self.network, self.weights, self.window, self.update, end_window
         parts = Parts(*own, *counters, self.advice.check_inputs)
         self._counts = Counts(parts)
-        self._lifecycle = Lifecycle(self.run_record, self.update, open_window, self.window_position, self._jit)
+        loss_scale = {} if self.update.manager is None else {"loss_scaling_manager": self.update.manager}
+        children = {"network": self.network, "optimizer": self.optimizer, **loss_scale}
+        named = with_places_of_mindspore(self._named_weights, children)
+        lasting = self.run_record, self.update, open_window, self.window_position
+        self._lifecycle = Lifecycle(*lasting, self._jit, named)
         self._runner: Runner = self._choose_runner(parts)
         if self._unrolled:
             self.set_train()  # the compiler's passes need it
@@ -361,6 +362,10 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             RuntimeError: If something is trained in it.
         """
         return averaged_weights(self.update)
+
+    def check_names_and_refresh_name(self):
+        """MindSpore calls this before a Cell's first call."""
+        self._lifecycle.refresh_names()
 
     def init_parameters_data(self, *args, **kwargs):
         """MindSpore calls this before it saves a checkpoint, unless its compiler has laid the step out."""

@@ -11,9 +11,11 @@ import mindspore as ms
 import pytest
 from mindspore import Tensor, nn
 
-from gaccum_ms import resume
+from gaccum_ms import Accumulators, resume
+from gaccum_ms.backend.checkpoint_file import read_checkpoint
 from gaccum_ms.checkpoint import newest
 from gaccum_ms.checkpoint.newest import AHEAD, SET_ASIDE, common_key, newest_checkpoint
+from gaccum_ms.checkpoint.resume import _read
 from tests.support.reference import OPTIMIZERS, accumulated, batches, make_network
 from tests.support.state import assert_identical, everything
 
@@ -66,7 +68,7 @@ def test_a_folder_with_nothing_that_can_be_read_is_refused(three, tmp_path):
     step = make_step()
     with (
         pytest.warns(UserWarning, match="is passed over"),
-        pytest.raises(ValueError, match=r"the folder .* but got 1 file\(s\) that cannot be read .* Remove them"),
+        pytest.raises(ValueError, match=r"the folder .* but got 1 file\(s\) that cannot, .* Remove them"),
     ):
         resume(step, tmp_path)
 
@@ -81,7 +83,7 @@ def test_of_equal_times_the_numbers_in_the_names_decide(three, tmp_path):
     assert_identical(everything(step), states["net-1_2.ckpt"])
 
 
-def test_what_is_not_whole_is_passed_over_and_stays_a_file(three, tmp_path):
+def test_what_is_not_whole_is_passed_over_and_what_a_killed_process_was_writing_is_removed(three, tmp_path):
     folder, states = three
     for name in states:
         (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -89,13 +91,14 @@ def test_what_is_not_whole_is_passed_over_and_stays_a_file(three, tmp_path):
     whole = (tmp_path / "net-1_3.ckpt").read_bytes()
     (tmp_path / "net-1_3.ckpt").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "net-1_4.ckpt").write_bytes(b"")
-    (tmp_path / "net-1_5.tmp").write_bytes(whole)
+    (tmp_path / "net_1-1_5.tmp").write_bytes(whole)
+    (tmp_path / "mine.tmp").write_bytes(whole)
     step = make_step()
     with pytest.warns(UserWarning, match=r"net-1_[34].ckpt' is passed over") as warned:
         resume(step, tmp_path)
     assert [one.filename for one in warned] == [__file__] * 2
     assert_identical(everything(step), states["net-1_2.ckpt"])
-    assert len(list(tmp_path.iterdir())) == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.tmp", *(f"net-1_{n}.ckpt" for n in range(1, 5))]
 
 
 def ranks_say(monkeypatch, *others: list) -> None:
@@ -107,7 +110,7 @@ def keys_of(folder: Path, monkeypatch) -> list:
     heard: list = []
     monkeypatch.setattr(newest, "gather_json", lambda keys: heard.append(list(keys)) or [keys, []])
     with pytest.raises(ValueError, match="must have a checkpoint in common"):
-        newest_checkpoint(folder, 2)
+        newest_checkpoint(folder, 2, read_checkpoint)
     return heard[-1]
 
 
@@ -119,7 +122,7 @@ def test_what_another_rank_lacks_is_set_aside(three, tmp_path, monkeypatch):
     keys = keys_of(folder, monkeypatch)
     assert [key[0] for key in keys] == [3, 2, 1]
     ranks_say(monkeypatch, keys[1:])
-    assert newest_checkpoint(tmp_path, 2) == [tmp_path / "net-1_2.ckpt"]
+    assert newest_checkpoint(tmp_path, 2, read_checkpoint) == [tmp_path / "net-1_2.ckpt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("net-1_1.ckpt", "net-1_2.ckpt"),
         f"net-1_3.ckpt{SET_ASIDE}",
@@ -144,3 +147,107 @@ def test_safetensors_are_found_too(tmp_path):
     step = make_step()
     resume(step, tmp_path)
     assert_identical(everything(step), states["net-1_1.safetensors"])
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def open_window(file: Path, checksum: bool) -> tuple:
+    """A step with much state, three batches into a window, and its state. It is saved as the file."""
+    network = make_network("dense")
+    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    make = accumulated(accumulation_steps=4, accumulators=Accumulators(ms.float16, compensated=True))
+    step = make(loss_cell, OPTIMIZERS["momentum"](network.trainable_params()))
+    for batch in batches(8, 3):
+        step(*map(Tensor, batch))
+    ms.save_checkpoint(step, str(file), format=file.suffix[1:], crc_check=checksum)
+    return step, everything(step)
+
+
+def borders(content: bytes) -> set[int]:
+    """Where the records of a ckpt file end."""
+    ends, place = set(), 0
+    while content[place : place + 1] == b"\x0a":
+        length, place, shift = 0, place + 1, 0
+        while True:
+            byte = content[place]
+            length |= (byte & 127) << shift
+            place, shift = place + 1, shift + 7
+            if byte < 128:
+                break
+        place += length
+        ends.add(place)
+    return ends - {len(content)}
+
+
+def damaged(content: bytes, every: int):
+    """Each cut between two records, and of each `every` -th byte: the file cut there, all its bits flipped, or one."""
+    for place in sorted(borders(content) | set(range(0, len(content), every))):
+        yield f"cut at {place}", content[:place]
+    for place in range(0, len(content), every):
+        for flips in (255, 1 << place // every % 8):
+            yield f"byte {place} ^ {flips}", content[:place] + bytes([content[place] ^ flips]) + content[place + 1 :]
+
+
+def assert_refused_or_read(step, path: Path, state: dict) -> bool:
+    """Whether the file is read, which must be as the state was."""
+    try:
+        values = _read(step, path, optimizer=True)
+    except ValueError as error:
+        assert str(path) in str(error)
+        return False
+    assert_identical(values, {name: value for name, value in state.items() if name in values})
+    return True
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.thorough), 61])
+@pytest.mark.parametrize("suffix", ["ckpt", "safetensors"])
+def test_a_file_with_a_checksum_is_read_as_it_was_or_not_whatever_byte_is_lost_or_changed(tmp_path, suffix, every):
+    file, damage_file = tmp_path / f"whole.{suffix}", tmp_path / f"damaged.{suffix}"
+    step, state = open_window(file, True)
+    content = file.read_bytes()
+    read = []
+    for what, damage in damaged(content, every):
+        damage_file.write_bytes(damage)
+        if assert_refused_or_read(step, damage_file, state):
+            read.append(what)
+    assert assert_refused_or_read(step, file, state)
+    # Where all but the checksum is there; and of safetensors, changes of the metadata.
+    assert read == [f"cut at {len(content) - 17}"] if suffix == "ckpt" else len(read) < 200, read
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.thorough), 61])
+@pytest.mark.parametrize("suffix", ["ckpt", "safetensors"])
+def test_without_a_checksum_cuts_are_found_and_nothing_but_a_value_error_is_raised(tmp_path, suffix, every):
+    """A changed number cannot be seen there."""
+    file, damage_file = tmp_path / f"whole.{suffix}", tmp_path / f"damaged.{suffix}"
+    step, _ = open_window(file, False)
+    content = file.read_bytes()
+    for what, damage in damaged(content, every):
+        damage_file.write_bytes(damage)
+        try:
+            values = _read(step, damage_file, optimizer=True)
+        except ValueError as error:
+            assert str(damage_file) in str(error)
+        else:
+            assert not what.startswith("cut"), what
+            assert int(values["gaccum_ms.window_position"]) == 0 or "gaccum_ms.window_sums" in values, what
+
+
+def test_a_folder_whose_newest_files_are_damaged_goes_on_from_the_newest_that_is_not(tmp_path):
+    """Cut between two records, a dangling link, a folder, weights alone, and one byte of a type's name changed."""
+    step, state = open_window(tmp_path / "net-1_3.ckpt", True)
+    content = (tmp_path / "net-1_3.ckpt").read_bytes()
+    half = sorted(borders(content))[-3]
+    others = {"net-1_4.ckpt": content[:half], "net-1_5.ckpt": content.replace(b"Float32", b"Fkoat32", 1)}
+    for name, damage in others.items():
+        (tmp_path / name).write_bytes(damage)
+        os.utime(tmp_path / name, (2**31, 2**31))
+    (tmp_path / "net-1_6.ckpt").symlink_to(tmp_path / "missing.ckpt")
+    (tmp_path / "net-1_7.ckpt").mkdir()
+    ms.save_checkpoint(make_network("dense"), str(tmp_path / "net-1_8.ckpt"))
+    step(*map(Tensor, batches(8, 1)[0]))  # its state is then another
+    with pytest.warns(UserWarning, match="is passed over") as warned:
+        resume(step, tmp_path)
+    assert len(warned) == 5
+    assert_identical(everything(step), state)

@@ -60,6 +60,16 @@ def losing(*prefixes: str):
     return edit
 
 
+def clearing(*prefixes: str):
+    """An edit that makes zeros of entries with these prefixes."""
+
+    def edit(values):
+        for name in [name for name in values if name.startswith(prefixes)]:
+            values[name] = np.zeros_like(values[name])
+
+    return edit
+
+
 # -- a whole training, by ms.Model -------------------------------------------------------------------------------------
 
 
@@ -185,18 +195,20 @@ def test_killed_by_kill_9_is_bit_identical(references, tmp_path):
     ("lost", "weights_differ"),
     [
         ((), False),  # unchanged, as the control of the others
-        (("accu_grads.", "gaccum_ms.window_sums"), True),  # an accumulation without Parameters would be saved like this
+        (("accu_grads.", "gaccum_ms.window_sums"), True),  # an accumulation without Parameters would begin like this
         (("accu_grads.",), True),
         (("current_iterator_step",), False),  # the loss scale, a power of 2, is then adjusted at another update
     ],
 )
-def test_negative_control_a_checkpoint_with_something_missing_is_not_bit_identical(
+def test_negative_control_a_checkpoint_with_something_lost_is_not_bit_identical(
     references, tmp_path, lost, weights_differ
 ):
     """The comparison of the tests above finds it (window_unit: see the negative control of unequal batches below)."""
     reference = references("open")
     batch = 14
-    file = edited(reference.checkpoint(batch), tmp_path / "edited.ckpt", losing(*lost) if lost else lambda values: None)
+    file = edited(
+        reference.checkpoint(batch), tmp_path / "edited.ckpt", clearing(*lost) if lost else lambda values: None
+    )
     rows, end, inputs = resumed(reference, "open", file, fresh=False)
     assert inputs == reference.inputs[batch:]
     assert [row[0] for row in rows] == [row[0] for row in reference.rows[batch:]]
@@ -316,7 +328,7 @@ def test_negative_control_a_window_of_unequal_batches_without_its_unit_or_sums_i
     in_mid_window, tmp_path, lost, pynative
 ):
     step = make_step(factor=0.0)
-    resume(step, edited(in_mid_window("samples"), tmp_path / "edited.ckpt", losing(lost)))
+    resume(step, edited(in_mid_window("samples"), tmp_path / "edited.ckpt", clearing(lost)))
     run(step, [3])
     assert int(step.update_count.asnumpy()) == 1
     with pytest.raises(AssertionError, match=r"hidden|out"):
@@ -384,6 +396,15 @@ def assert_refused(step, action, error, message) -> None:
             r"all 2 rank\(s\)' are needed to finish it on rank 0 of 1, but got '.*edited.ckpt' of rank 1 of 2",
         ),
         (losing("out"), {}, None, r"must have all parameters .* but got '.*edited.ckpt' without out\."),
+        *(
+            (losing(name), {}, None, rf"open window's sums, but got '.*edited.ckpt' without {name}.*It is damaged")
+            for name in (
+                *("accu_grads.hidden", "gaccum_ms.window_sums", "gaccum_ms.window_unit"),
+                *("gaccum_ms.window_position", "gaccum_ms.random_state"),
+            )
+        ),
+        (claiming(window_rule=-1), {}, None, "'window_rule' must not be negative, but got -1"),
+        (lambda values: values.update(out=values["out"].astype(int)), {}, None, "kind .* out of Float32, and int64"),
         (cut_weight, {}, None, r"out of shape \(8,\), and \(7,\) in '.*edited.ckpt'"),
         (
             claiming(epoch_batches=7),
@@ -394,7 +415,11 @@ def assert_refused(step, action, error, message) -> None:
         (claiming(window_rule=4), {}, None, "must have the whole sums, but got one .* with sharded accumulators"),
         (claiming(rate_factor=3), {}, None, r"must be without a factor of AdaScale, .* with the rate times 3\."),
     ],
-    ids=["counts", "sums", "another rank", "missing weight", "other shape", "other dataset", "sharded", "rate factor"],
+    ids=[
+        *("counts", "sums", "another rank", "missing weight", "missing sum", "missing sums", "missing unit"),
+        *("missing position", "missing end", "other rule", "other kind", "other shape", "other dataset"),
+        *("sharded", "rate factor"),
+    ],
 )
 def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, options, make_data_set, message):
     file = in_mid_window("samples")
@@ -560,6 +585,68 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, pynative):
     assert_refused(other, lambda: resume(other, tmp_path / "sgd.ckpt"), ValueError, message)
 
 
+def test_weights_alone_are_refused_unless_the_optimizer_is_to_begin_anew(tmp_path, pynative):
+    network = times(Regression(), 2.0)
+    file = tmp_path / "weights.ckpt"
+    ms.save_checkpoint(network, str(file))
+    step = make_step("adam", micro_size=2)
+    run(step, [3])
+    message = (
+        r"the optimizer's state, but got '.*weights.ckpt' with weights alone.*load_param_into_net.*optimizer=False"
+    )
+    assert_refused(step, lambda: resume(step, file), ValueError, message)
+    state = everything(step.optimizer)
+    assert resume(step, file, optimizer=False) == 0
+    weights = {weight.name: as_numpy(weight) for weight in network.get_parameters()}
+    assert_identical(everything(step.network), weights)
+    assert_identical(everything(step.optimizer), state | weights)
+    assert int(step.batch_count.asnumpy()) == 0
+
+
+def test_without_the_optimizer_all_else_goes_on(tmp_path, pynative):
+    """From another optimizer too: the window, the counts and the data set. The rate is the optimizer's own."""
+    saved = make_step("sgd", accumulation_steps=2)
+    run(saved, range(3))
+    file = tmp_path / "sgd.ckpt"
+    ms.save_checkpoint(saved, str(file))
+    for optimizer in ("sgd", "adam"):
+        step = make_step(optimizer, factor=0.0, accumulation_steps=2)
+        step.optimizer.learning_rate.set_data(Tensor(0.25, ms.float32))
+        data_set = plain_data_set(8)
+        assert resume(step, file, data_set, optimizer=False) == 0
+        assert data_set.get_init_step() == 3
+        assert float(step.optimizer.learning_rate.asnumpy()) == 0.25
+        kept = {parameter.name for parameter in step.optimizer.get_parameters()} - {w.name for w in step.weights}
+        loaded, source = everything(step), everything(saved)
+        names = loaded.keys() & source.keys() - kept
+        assert {"out", "accu_grads.out", "gaccum_ms.window_sums", "gaccum_ms.batch_count"} <= names
+        assert_identical({name: loaded[name] for name in names}, {name: source[name] for name in names})
+    with pytest.raises(TypeError, match="the argument 'optimizer' must be a bool, but got 1"):
+        resume(step, file, optimizer=1)
+
+
+def test_some_missing_state_of_a_training_without_accumulation_is_warned_of(tmp_path, pynative):
+    network = Regression()
+    plain = nn.TrainOneStepCell(network, OPTIMIZERS["momentum"](network.trainable_params())).set_train()
+    run(plain, [3])
+    ms.save_checkpoint(plain, str(tmp_path / "plain.ckpt"))
+    file = edited(tmp_path / "plain.ckpt", tmp_path / "edited.ckpt", losing("moments.out"))
+    step = make_step("momentum", factor=0.0, micro_size=2)
+    with pytest.warns(UserWarning, match=r"edited.ckpt' has no moments.out of the optimizer's state, which stay as"):
+        resume(step, file)
+    assert_identical(everything(step.network), everything(network))
+
+
+def test_a_path_that_is_neither_a_folder_nor_a_checkpoint_is_refused(in_mid_window, tmp_path):
+    file, link = tmp_path / "weights.bin", tmp_path / "latest"
+    file.write_bytes(in_mid_window("samples").read_bytes())
+    link.symlink_to(tmp_path / "gone")
+    step = make_step()
+    for wrong in (file, link, [file], [in_mid_window("samples"), tmp_path / "folder"]):
+        message = r"must be a folder, or a file whose name ends with .ckpt or .safetensors, but got .*"
+        assert_refused(step, lambda wrong=wrong: resume(step, wrong), ValueError, message)
+
+
 def test_an_accumulator_finishes_a_cells_window_by_samples_alone(in_mid_window, pynative):
     network = Regression()
     accumulator = GradAccumulator(OPTIMIZERS["sgd"](network.trainable_params()), 4)
@@ -620,7 +707,9 @@ def test_nothing_of_the_window_that_was_open_before_is_left_after_a_resume(in_mi
     assert all(as_numpy(p).any() for p in compensations)
     file, windows = tmp_path / "fewer.ckpt", [[3, 4]]
     if saved == "without accumulation":
-        ms.save_checkpoint(Regression(), str(file))
+        network = Regression()
+        plain = nn.TrainOneStepCell(network, OPTIMIZERS["sgd"](network.trainable_params()))
+        ms.save_checkpoint(plain, str(file))
     else:
         file, windows = in_mid_window("samples"), [[0, 1, 2, 3]]
     resume(step, file)

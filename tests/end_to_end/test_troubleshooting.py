@@ -328,6 +328,20 @@ def _(request):
     resume(step_of(with_loss(nn.SequentialCell(nn.Dense(3, 1)))), file)
 
 
+@says("with weights alone: the optimizer would begin anew")
+def _(request):
+    file, net = str(request.getfixturevalue("tmp_path") / "weights.ckpt"), nn.Dense(3, 1)
+    ms.save_checkpoint(net, file)
+    resume(step_of(with_loss(net)), file)
+
+
+@says("a checkpoint must be a whole file")
+def _(request):
+    file = request.getfixturevalue("tmp_path") / "damaged.ckpt"
+    file.write_bytes(b"damaged")
+    resume(step_of(with_loss(nn.Dense(3, 1))), file)
+
+
 @says("port … of 127.0.0.1 is taken. Name another --master-port")
 def _(request):
     with socket.socket() as taken:

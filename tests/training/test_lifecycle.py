@@ -1,0 +1,174 @@
+"""The names of a step's Parameters are those after MindSpore's own step, also where two share one, and resume goes by
+them."""
+
+from __future__ import annotations
+
+import copy
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
+from tests.support.state import assert_identical, everything
+
+X, Y = np.ones((4, 3), np.float32), np.ones((4, 3), np.float32)
+
+
+class Distilled(nn.Cell):
+    """A student learns from a copy of it."""
+
+    def __init__(self, student, auto_prefix=False):
+        super().__init__(auto_prefix=auto_prefix)
+        self.student, self.teacher = student, copy.deepcopy(student)
+        for weight in self.teacher.get_parameters():
+            weight.requires_grad = False
+            weight.set_data(weight * 2 + 1)
+
+    def construct(self, x):
+        return self.student(x) - ops.stop_gradient(self.teacher(x))
+
+
+class ScaledLoss(nn.Cell):
+    """A loss with a Parameter that has the name of a Dense's."""
+
+    def __init__(self, trained):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.full(3, 2.0, np.float32)), name="weight", requires_grad=trained)
+
+    def construct(self, outputs, labels):
+        return (self.weight * ops.square(outputs - labels)).mean()
+
+
+class Around(nn.Cell):
+    def __init__(self, inner, auto_prefix):
+        super().__init__(auto_prefix=auto_prefix)
+        self.inner = inner
+
+    def construct(self, x):
+        return self.inner(x)
+
+
+class Named(nn.Cell):
+    """A weight with a name of the optimizer's, or of ours."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.factor = ms.Parameter(Tensor(np.ones(3, np.float32)), name=name)
+
+    def construct(self, x):
+        return x * self.factor
+
+
+class HoldsAnother(nn.Momentum):
+    """An optimizer with a Parameter that has the name of a weight."""
+
+    def __init__(self, weights, *arguments):
+        super().__init__(weights, *arguments)
+        self.another = ms.Parameter(Tensor(np.full(3, 5.0, np.float32)), name="weight", requires_grad=False)
+
+
+def normed():
+    return nn.SequentialCell(nn.Dense(3, 3), nn.LayerNorm((3,)))
+
+
+NESTINGS = {
+    "no two": lambda: (nn.Dense(3, 3), nn.MSELoss(), nn.Momentum),
+    "teacher": lambda: (Distilled(nn.Dense(3, 3)), nn.MSELoss(), nn.Momentum),
+    "teacher with prefix": lambda: (Distilled(nn.Dense(3, 3), True), nn.MSELoss(), nn.Momentum),
+    "deep teacher": lambda: (Around(Around(Distilled(normed()), False), False), nn.MSELoss(), nn.Momentum),
+    "teacher in a prefix": lambda: (Around(Distilled(normed()), True), nn.MSELoss(), nn.Momentum),
+    "loss": lambda: (nn.Dense(3, 3), ScaledLoss(False), nn.Momentum),
+    "loss and teacher": lambda: (Distilled(nn.Dense(3, 3)), ScaledLoss(False), nn.Momentum),
+    "optimizer": lambda: (nn.Dense(3, 3), nn.MSELoss(), HoldsAnother),
+    "optimizer and teacher": lambda: (Distilled(nn.Dense(3, 3)), nn.MSELoss(), HoldsAnother),
+    "a rate's name": lambda: (Named("learning_rate"), nn.MSELoss(), nn.Momentum),
+    "our names": lambda: (nn.SequentialCell(Named("scale"), Named("window")), nn.MSELoss(), nn.Momentum),
+}
+
+
+def parts(nesting: str):
+    network, loss, optimizer = NESTINGS[nesting]()
+    return nn.WithLossCell(network, loss), optimizer(network.trainable_params(), 0.1, 0.9)
+
+
+def make(nesting: str, **options):
+    network, optimizer = parts(nesting)
+    step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, **options), optimizer).set_train()
+    return step, network, optimizer
+
+
+def names(*cells: nn.Cell) -> list[str]:
+    return [parameter.name for cell in cells for parameter in cell.get_parameters()]
+
+
+@pytest.mark.core("teacher-one_graph", "loss-windows", "optimizer-split", "deep teacher-windows")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"micro_size": 2}, id="one_graph"),
+        pytest.param({"accumulation_steps": 3}, id="windows"),
+        pytest.param({"split": lambda x, y: [(x[:1], y[:1]), (x[1:], y[1:])]}, id="split"),
+    ],
+)
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_names_are_those_after_mindspores_own_step_and_a_new_step_resumes(nesting, options, tmp_path, pynative):
+    network, optimizer = parts(nesting)
+    nn.TrainOneStepCell(network, optimizer).set_train()(Tensor(X), Tensor(Y))
+    expected = names(network, optimizer)
+    step, network, optimizer = make(nesting, **options)
+    before = set(names(step)) - set(names(network, optimizer))  # ours
+    for _ in range(2):
+        step(Tensor(X), Tensor(Y))
+    assert names(network, optimizer) == expected
+    assert before <= set(names(step))
+    assert len(set(names(step))) == len(names(step))
+    file = tmp_path / "step.ckpt"
+    ms.save_checkpoint(step, str(file))
+    other, *_ = make(nesting, **options)
+    resume(other, file)
+    assert_identical(everything(other), everything(step))
+    for each in (step, other):
+        each(Tensor(X), Tensor(Y))
+    assert_identical(everything(other), everything(step))
+
+
+def test_what_is_saved_before_the_first_batch_has_all_parameters(tmp_path, pynative):
+    step, *_ = make("teacher", accumulation_steps=2)
+    ms.save_checkpoint(step, str(tmp_path / "start.ckpt"))
+    other, *_ = make("teacher", accumulation_steps=2)
+    for weight in other.network.get_parameters():
+        weight.set_data(weight * 0)
+    resume(other, tmp_path / "start.ckpt")
+    assert_identical(everything(other), everything(step))
+
+
+def test_of_an_accumulator_they_are_those_after_the_optimizers_own_call(tmp_path, pynative):
+    def make_accumulator():
+        network, optimizer = parts("optimizer and teacher")
+        return GradAccumulator(optimizer, 2), network, optimizer
+
+    network, optimizer = parts("optimizer and teacher")
+    optimizer(tuple(ops.ones_like(weight) for weight in optimizer.parameters))
+    expected = names(network, optimizer)
+    accumulator, network, optimizer = make_accumulator()
+    accumulator(tuple(ops.ones_like(weight) for weight in optimizer.parameters))
+    assert names(network, optimizer) == expected
+    ms.save_checkpoint(accumulator, str(tmp_path / "loop.ckpt"))
+    other, *_ = make_accumulator()
+    resume(other, tmp_path / "loop.ckpt")
+    assert_identical(everything(other), everything(accumulator))
+
+
+@pytest.mark.thorough
+def test_models_have_them_in_graph_mode_too(tmp_path):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    found = []
+    for make_cell in (lambda network: network, lambda network: GradAccumulationCell(network, 2)):
+        network, loss, optimizer = NESTINGS["loss and teacher"]()
+        optimizer = optimizer(network.trainable_params(), 0.1, 0.9)
+        model = ms.Model(make_cell(network), loss, optimizer)
+        model.train(1, ms.dataset.NumpySlicesDataset((X, Y), shuffle=False).batch(4))
+        found.append(names(network, loss, optimizer))
+    assert found[0] == found[1]
