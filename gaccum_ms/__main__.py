@@ -11,7 +11,7 @@ import sys
 from gaccum_ms import __version__
 from gaccum_ms.launch import __main__ as launch
 from gaccum_ms.launch import doctor
-from gaccum_ms.launch.output import show
+from gaccum_ms.launch.output import say, show
 from gaccum_ms.report import command as report
 
 PROG = "gaccum-ms"
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         show(f"{PROG} {__version__}\n")
         return 0
     if not words or words[0] not in COMMANDS:
-        print(f"error: {_mistake(words)}; see --help", file=sys.stderr)
+        say(f"error: {_mistake(words)}; see --help\n")
         return 2
     return COMMANDS[words[0]](words[1:], f"{PROG} {words[0]}")
 

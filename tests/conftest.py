@@ -24,6 +24,7 @@ environment.of_tests()
 
 def pytest_addoption(parser):
     parser.addoption("--minutes", type=float, default=math.inf, help="skip the tests that would begin later")
+    parser.addoption("--rounds", type=int, default=1, help="how often a launch is ended in each way")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,8 +1,8 @@
 """`gaccum-ms run` , or ``python -m gaccum_ms.launch`` : starts one tree of processes, and ends them together.
 
-    this program ── msrun or mpirun ── one guard per rank (`guard.py`) ── the rank, which runs the script
+    this program ── a keeper ── msrun or mpirun ── one guard per rank ── the rank, which runs the script
 
-The guards report to this program, so it finds the rank that failed first in the same way with either launcher.
+The keeper and the guards ( `guard.py` ) leave no process behind, whichever of them is killed. The guards report to this program, so it finds the rank that failed first in the same way with either launcher.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gaccum_ms.launch.dry_run import DryRun
 from gaccum_ms.launch.job import SIGNALS, Job
 from gaccum_ms.launch.logs import rank_folder
 from gaccum_ms.launch.options import parse
-from gaccum_ms.launch.output import show
+from gaccum_ms.launch.output import say, show
 from gaccum_ms.launch.ray_engine import OnRay
 from gaccum_ms.launch.restarts import Restarts
 
@@ -38,11 +38,11 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
         try:
             text = DryRun(cluster, command, log_dir, options.hosts, options.words).text(options.dry_run)
         except LaunchError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}\n")
             return error.code
         return 0 if show(text) else 1
     if importlib.util.find_spec("psutil") is None:
-        print("error: 'psutil' is not installed (pip install psutil).", file=sys.stderr)
+        say("error: 'psutil' is not installed (pip install psutil).\n")
         return 2
     for number in SIGNALS:
         # nohup has this program ignore SIGHUP. Ctrl-C is ignored too in a background job of a script, but ends it.
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
                     cluster = attempt
             ranks, logs = cluster.processes, log_dir
     except LaunchError as error:
-        print(f"error: {error}\nlogs: {log_dir}", file=sys.stderr)
+        say(f"error: {error}\nlogs: {log_dir}\n")
         return error.code
     folder = rank_folder(logs, "N", cluster.attempt)
     host = f" of host {cluster.node_rank}" * (cluster.nodes > 1 and not options.on)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from gaccum_ms.launch import cuda
 from gaccum_ms.launch.cluster import COLLECTIVE_TIMEOUT, Cluster
 from gaccum_ms.launch.command_line import Parser
-from gaccum_ms.launch.output import show
+from gaccum_ms.launch.output import say, show
 
 # Training's own rule, run as a separate program, because the launcher does not import the other packages.
 CPU_INSTRUCTIONS = Path(__file__).parents[1] / "cpu" / "instructions.py"
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch.
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     for finding in failed:
-        print(f"broken: {finding.name}. {finding.remedy}", file=sys.stderr)
+        say(f"broken: {finding.name}. {finding.remedy}\n")
     return 1 if failed else 0
 
 

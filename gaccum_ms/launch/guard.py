@@ -1,35 +1,44 @@
-"""A guard process for each rank, and the wrapper that runs the script in the rank's own process.
+"""The processes between the launcher and a script: a keeper, a guard for each rank, and the wrapper of the script.
+
+``guard.py --keep COMMAND ...`` , the keeper, runs msrun or mpirun. Whatever a rank starts stays below it, in other
+sessions and without environment variables too: Linux gives it the processes whose parents end. If the launcher is gone,
+the keeper ends all of them.
 
 ``guard.py --guard LOGS SCRIPT ...`` writes a rank's output to ``LOGS/rank.N``, reports its process id and exit code to
-the launcher, in the same way under msrun and mpirun, and kills it if the launcher is gone. It starts ``guard.py SCRIPT
-...``, the wrapper, which runs the script as Python would, and reports when the script has failed or ended: the process
-may end much later, because Python waits for threads. Then the wrapper waits for the other ranks: a rank that leaves
-first can break the collective that the others are still in, because its sent data are lost. While the script runs, a
-thread answers the launcher, which checks whether a rank stands still after another has ended.
+the launcher, in the same way under msrun and mpirun, and keeps what the rank starts as the keeper does, because the
+keeper may be killed too. If the guard is killed, Linux kills the rank. It starts ``guard.py SCRIPT ...``, the wrapper,
+which runs the script as Python would, and reports when the script has failed or ended: the process may end much later,
+because Python waits for threads. Then the wrapper waits for the other ranks: a rank that leaves first can break the
+collective that the others are still in, because its sent data are lost. While the script runs, a thread answers the
+launcher, which checks whether a rank stands still after another has ended.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import json
 import os
 import signal
+import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 JOB = "GACCUM_MS_JOB"  # marks all processes of one attempt, and names the launcher's socket
 NO_SCHEDULER = "GACCUM_MS_NO_SCHEDULER"  # set on all hosts but host 0
-# In the commands of guards, which all do the same when the launcher is gone, and then end. msrun and mpirun have these
-# words in their commands too, and end after the guards.
+# In the commands of guards. The keeper, msrun and mpirun have these words in their commands too. All these end last.
 GUARDS = f"{__file__}\0--guard\0".encode()
 SCHEDULER = -1  # MindSpore's scheduler is no rank, but is guarded like one
+STARTER = -2  # and so are msrun and mpirun, in the keeper's message
 
 # How long a rank waits for the others at its end, at most. Ranks that are still in the last collective with it need
 # little time. A rank that has started another collective would wait for ever, and must fail.
@@ -38,6 +47,13 @@ SEND_SECONDS = 10.0  # how long a message may wait for the launcher, if it need 
 
 LET_GO, ASK = b"!", b"?"  # the launcher's messages to a rank: it may leave; report whether it stands still
 IDLE_SHARE = 0.02  # of one core: a process that uses less is idle
+MESSAGE_BYTES = 1 << 18  # more than Linux sends at once
+LOOK_SECONDS = 0.05
+
+# Linux's numbers, which Python lacks.
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CREDENTIALS = struct.Struct("iII")  # process, user and group
 
 
 def tell(job: str, **message: object) -> None:
@@ -48,59 +64,158 @@ def tell(job: str, **message: object) -> None:
         to_launcher.sendto(json.dumps(message).encode(), f"\0{job}")
 
 
+def receive(messages: socket.socket, size: int = MESSAGE_BYTES) -> bytes:
+    """The next message to a socket with SO_PASSCRED; nothing, if it is another user's, who can see the socket's name."""
+    message, control, _, _ = messages.recvmsg(size, socket.CMSG_SPACE(CREDENTIALS.size))
+    senders = [CREDENTIALS.unpack(data)[1] for _, kind, data in control if kind == socket.SCM_CREDENTIALS]
+    return message if senders and senders[0] in (os.getuid(), 0) else b""
+
+
+def bound(name: str) -> socket.socket:
+    """A socket that receives messages, with their senders. It has no file, so neither a full disk nor a long path can
+    stop a message."""
+    messages = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    messages.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    messages.bind(f"\0{name}")
+    return messages
+
+
+# -- the keeper and the guards -----------------------------------------------------------------------------------------
+
+
+def keep(command: list[str]) -> None:
+    """Run msrun or mpirun, report its exit code, and stay until the launcher is gone; then end all that is below."""
+    adopt_orphans()
+    job, role = os.environ[JOB], os.environ.get("MS_ROLE")
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    code = _wait(process, lambda: bool(select.select([0], [], [], 0)[0]), job)  # the launcher never writes
+    tell(job, rank=SCHEDULER if role == "MS_SCHED" else STARTER, code=code)
+    os.read(0, 1)
+    end_all(job)
+
+
 def guard(logs: Path, command: list[str]) -> int:
     """Run a rank, or the scheduler, and return its exit code: 128 + signal if a signal ended it, as in shells."""
     env = dict(os.environ)
-    job = env[JOB]
-    command = [sys.executable, __file__, *command]
-    if env.get("MS_ROLE") == "MS_SCHED":
-        if NO_SCHEDULER in env:  # msrun starts one wherever the address is local, as where two hosts share a machine
-            return 0
-        code = _wait(subprocess.Popen(command, env=env), job)
-        tell(job, rank=SCHEDULER, code=code)
-        return code
-    rank = env.get("OMPI_COMM_WORLD_RANK") or env["RANK_ID"]
+    job, is_scheduler = env[JOB], env.get("MS_ROLE") == "MS_SCHED"
+    if is_scheduler and NO_SCHEDULER in env:
+        return 0  # msrun starts one wherever the address is local, as where two hosts share a machine
+    rank = str(SCHEDULER) if is_scheduler else env.get("OMPI_COMM_WORLD_RANK") or env["RANK_ID"]
+    tell(job, rank=int(rank), guard=os.getpid())
     if "OMPI_COMM_WORLD_RANK" in env:  # replaced by MindSpore's variables; Open MPI's would mislead it
         env = {k: v for k, v in env.items() if not k.startswith(("OMPI_", "PMIX_"))}
         env |= {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": rank, "RANK_ID": rank, "DEVICE_ID": rank}
-    folder = logs / f"rank.{rank}"
-    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr)
-        tell(job, rank=int(rank), pid=process.pid)
-        code = _wait(process, job)
+    adopt_orphans()
+    parent = os.getpid()
+
+    def end_with_the_guard() -> None:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has just been killed
+            os._exit(1)
+
+    with contextlib.ExitStack() as stack:
+        output = {}
+        if not is_scheduler:
+            folder = logs / f"rank.{rank}"
+            output = {name: stack.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr")}
+        command = [sys.executable, __file__, *command]
+        process = subprocess.Popen(command, env=env, preexec_fn=end_with_the_guard, **output)
+        if not is_scheduler:
+            tell(job, rank=int(rank), pid=process.pid)
+        code = _wait(process, lambda: not _listens(job), job, guards=False)
     tell(job, rank=int(rank), code=code)
     return code
 
 
-def _wait(process: subprocess.Popen, job: str) -> int:
+def _listens(job: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
+        return to_launcher.connect_ex(f"\0{job}") == 0
+
+
+def _wait(process: subprocess.Popen, launcher_is_gone: Callable[[], bool], job: str, guards: bool = True) -> int:
+    """Wait until a process ends, and return its exit code. If the launcher was killed, which could not end the
+    processes then, end them."""
     while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=1)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
-            if to_launcher.connect_ex(f"\0{job}"):  # it was killed, and could not end the processes
-                end_all(job, guards=False)
-        code = process.returncode
-        if code is not None:
-            return code if code >= 0 else 128 - code
+        pid, status = os.waitpid(-1, os.WNOHANG)  # also what others have left to this process
+        if pid == process.pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode if process.returncode >= 0 else 128 - process.returncode
+        if not pid:
+            if launcher_is_gone():
+                end_all(job, guards=guards)
+            time.sleep(LOOK_SECONDS)
 
 
-def end_all(job: str, grace_seconds: float = 0.0, guards: bool = True) -> None:
-    """End every process of a launch, in other sessions too: SIGTERM, `grace_seconds` later SIGKILL, until none is left.
-    Guards, msrun and mpirun come last, if at all: if this process is killed meanwhile, the guards end the rest."""
+# -- a launch's processes ----------------------------------------------------------------------------------------------
+
+
+def _prctl(option: int, value: int) -> None:
+    LIBC.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes below this one whose parents end. Otherwise they leave the tree."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> set[int]:
+    """The children of this process."""
+    return {pid for pid, parent in _parents().items() if parent == os.getpid()}
+
+
+def _parents() -> dict[int, int]:
+    """The parent of each process that has not ended. One with threads that have not ended has not either: they may
+    still use a device."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, parent, *others = (path / "stat").read_bytes().rpartition(b")")[2].split()
+            if state not in (b"Z", b"X") or int(others[15]) > 1:
+                parents[int(path.name)] = int(parent)
+    return parents
+
+
+def end_all(
+    job: str,
+    grace_seconds: float = 0.0,
+    guards: bool = True,
+    roots: Callable[[], set[int]] = lambda: {os.getpid()},
+) -> set[int]:
+    """End the processes of a launch: those in the trees of `roots` , but not this one, and those that have the launch's
+    environment variable. They get SIGTERM, and SIGKILL `grace_seconds` later, until none is left.
+
+    Guards, keepers, msrun and mpirun come last, if at all: if this process is killed meanwhile, they end the rest.
+    Return the processes of other users, which this one may not end.
+    """
     kill_from, mark = time.monotonic() + grace_seconds, f"{JOB}={job}".encode()
-    while True:
+    looks, others = 0, {os.getpid()}
+    while looks < 2:  # a look can miss a process whose parent ends meanwhile
+        parents, ours = _parents(), roots()
+        while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+            ours |= more
         left: dict[bool, list[int]] = {True: [], False: []}  # by whether they are guards
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if mark in (process / "environ").read_bytes().split(b"\0"):
-                    left[GUARDS in (process / "cmdline").read_bytes()].append(int(process.name))
-        ended = left[False] or (left[True] if guards else [])
-        if not ended:
-            return
-        for pid in ended:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGTERM if time.monotonic() < kill_from else signal.SIGKILL)
-        time.sleep(0.1)
+        for pid in parents.keys() - others:
+            if pid in ours or mark in _read(pid, "environ").split(b"\0"):
+                left[GUARDS in _read(pid, "cmdline")].append(pid)
+        to_end = left[False] or (left[True] if guards else [])
+        for pid in to_end:
+            with contextlib.suppress(ProcessLookupError):
+                try:
+                    os.kill(pid, signal.SIGTERM if time.monotonic() < kill_from else signal.SIGKILL)
+                except PermissionError:
+                    others.add(pid)
+        looks = 0 if to_end else looks + 1
+        time.sleep(0.1 if to_end else 0)
+    return others - {os.getpid()}
+
+
+def _read(pid: int, name: str) -> bytes:
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
+# -- the rank ----------------------------------------------------------------------------------------------------------
 
 
 def run(script: str, arguments: list[str]) -> None:
@@ -133,7 +248,8 @@ def _show(error: BaseException) -> int:
     """Print an exception that ends a script as Python does, and return the exit code."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
-            return (error.code or 0) & 0xFF
+            code = error.code or 0
+            return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF  # what is no `long` is -1 to Python
         print(error.code, file=sys.stderr, flush=True)
         return 1
     traceback = error.__traceback__ and error.__traceback__.tb_next  # without our own line, which is first
@@ -150,9 +266,8 @@ class _Launcher:
         self._frame: FrameType | None = None
         self._place = 0
         self._since = self._asked = self._busy = 0.0
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with contextlib.suppress(OSError):
-            self._socket.bind(f"\0{job}-{rank}")
+            self._socket = bound(f"{job}-{rank}")
             threading.Thread(target=self._answer, name="gaccum_ms", daemon=True).start()
 
     def failed(self, code: int) -> None:
@@ -169,7 +284,8 @@ class _Launcher:
 
     def _answer(self) -> None:
         with contextlib.suppress(OSError):
-            while word := self._socket.recv(1):
+            while True:
+                word = receive(self._socket, 1)
                 if word == LET_GO:
                     self._let_go.set()
                 elif word == ASK:
@@ -212,6 +328,11 @@ def _has_children() -> bool:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--guard":
+    if sys.argv[1] in ("--keep", "--guard"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was ignored, as it may be, exit codes are lost
+    if sys.argv[1] == "--keep":
+        keep(sys.argv[2:])
+    elif sys.argv[1] == "--guard":
         sys.exit(guard(Path(sys.argv[2]), sys.argv[3:]))
-    run(sys.argv[1], sys.argv[2:])
+    else:
+        run(sys.argv[1], sys.argv[2:])

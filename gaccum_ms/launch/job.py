@@ -1,8 +1,8 @@
 """One launch on this host: starts its processes together, watches them, ends them together, and restarts them if
 requested.
 
-All its processes have one environment variable, by which they are found and ended: ending msrun alone leaves its
-workers running.
+All its processes are below a keeper (see `guard.py` ), or below this process if the keeper is killed, and so they are
+found and ended: ending msrun alone leaves its workers running. An environment variable finds what left the tree.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from gaccum_ms.launch import cuda, guard, logs
 from gaccum_ms.launch.cluster import JOB, Cluster, LaunchError, reserved_port
-from gaccum_ms.launch.output import write
+from gaccum_ms.launch.output import say, write
 from gaccum_ms.launch.restarts import Restarts
 from gaccum_ms.launch.supervisor import Ranks, Reports
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0
+SHOWN_BYTES = 1 << 20  # of the output, at most, at a time: a reader may have stood still for long
 END_SECONDS = 3.0  # for processes that get SIGTERM; then SIGKILL
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -76,25 +77,30 @@ class Job(NamedTuple):
         ranks, looked, left = Ranks(cluster, self.log_dir), time.monotonic(), False
         logs.make_folders(cluster, self.log_dir)
         first = logs.rank_folder(self.log_dir, cluster.local_ranks[0], cluster.attempt) / "stdout"
-        job = uuid.uuid4().hex
+        job, keepers = uuid.uuid4().hex, list[subprocess.Popen]()
+        guard.adopt_orphans()  # those of a keeper that is killed
+        before = guard.children()  # of this process, as `command & exec gaccum-ms run` leaves them
+
+        def roots() -> set[int]:
+            alive = {keeper.pid for keeper in keepers if keeper.poll() is None}
+            return alive if len(alive) == len(keepers) else guard.children() - before
+
         with contextlib.closing(Reports(job)) as reports, first.open("a+b") as stdout:
             try:
-                process = self._start(cluster, job)
+                self._start(cluster, job, keepers)
+                more = False
                 while ranks.silent():
-                    ended = process.poll() is not None  # checked first: then all messages of its guards have arrived
-                    for message in reports.read(POLL_SECONDS):
+                    killed = [keeper for keeper in keepers if keeper.poll() is not None]
+                    for message in reports.read(0 if more else POLL_SECONDS):
                         ranks.note(message)
+                    for keeper in killed:
+                        ranks.note({"rank": guard.STARTER, "code": keeper.returncode})
                     if time.monotonic() - looked > LOOK_SECONDS:
                         looked = time.monotonic()
                         ranks.look()
                         reports.send(ranks.running() if ranks.over else (), guard.ASK)
-                    if isinstance(self.out(stdout.read()), BrokenPipeError):  # for example `| head` has ended
-                        raise SystemExit(128 + signal.SIGPIPE)
+                    more = self._shows(stdout)
                     ranks.check()
-                    if ended and (silent := ranks.silent()):
-                        what = f"{cluster.launcher} ended with exit code {process.returncode}; ranks {silent}"
-                        log = logs.launcher_folder(self.log_dir, cluster) / f"{cluster.launcher}.log"
-                        raise LaunchError(f"{what} never finished{logs.last_lines(log)}")
                     if time.monotonic() > deadline:
                         late = f"ranks {ranks.running()} had not ended after {self.timeout:g} s"
                         raise LaunchError(f"time ran out: {late}; all were ended.", 124)
@@ -102,12 +108,29 @@ class Job(NamedTuple):
                         left = True
                         reports.send(cluster.local_ranks, guard.LET_GO)
                     ranks.note_over((yield cluster, frozenset(ranks.over)) or ())
+                while self._shows(stdout):
+                    yield cluster, frozenset(ranks.over)
             finally:
                 with signals_ignored():
-                    guard.end_all(job, END_SECONDS)
-                    self.out(stdout.read())
+                    others = guard.end_all(job, END_SECONDS, roots=roots)
+                    for keeper in keepers:
+                        with keeper:
+                            pass
+                if others:
+                    say(f"note: other users' processes were not ended: {sorted(others)}\n")
+                if (left_out := os.fstat(stdout.fileno()).st_size - stdout.tell() - SHOWN_BYTES) > 0:
+                    stdout.seek(left_out, os.SEEK_CUR)
+                    say(f"note: {left_out} bytes of the output are only in '{first}'\n")
+                self._shows(stdout)
 
-    def _start(self, cluster: Cluster, job: str) -> subprocess.Popen:
+    def _shows(self, stdout: BinaryIO) -> bool:
+        """Show some of the output, and return whether there is probably more."""
+        data = stdout.read(SHOWN_BYTES)
+        if isinstance(self.out(data), BrokenPipeError):  # for example `| head` has ended
+            raise SystemExit(128 + signal.SIGPIPE)
+        return len(data) == SHOWN_BYTES
+
+    def _start(self, cluster: Cluster, job: str, keepers: list[subprocess.Popen]) -> None:
         """Start the script on this host's ranks, and MindSpore's scheduler with mpirun; msrun starts it itself."""
         env = cluster.environment(self.parent, len(os.sched_getaffinity(0))) | {JOB: job}
         if of_cuda := cuda.environment(self.log_dir / ".cuda", env):
@@ -118,8 +141,9 @@ class Job(NamedTuple):
         # -I: the guard must not import modules of the user's folders
         guarded = ["-I", guard.__file__, "--guard", str(self.log_dir / str(cluster.attempt)), *self.command]
         if cluster.launcher == "mpirun":
-            _spawn([sys.executable, *guarded], folder / "scheduler.log", env | {"MS_ROLE": "MS_SCHED"})
-        return _spawn([*prefix, *guarded], folder / f"{cluster.launcher}.log", env)
+            schedules = [sys.executable, *guarded]
+            keepers.append(_spawn(schedules, folder / "scheduler.log", env | {"MS_ROLE": "MS_SCHED"}))
+        keepers.append(_spawn([*prefix, *guarded], folder / f"{cluster.launcher}.log", env))
 
 
 @contextlib.contextmanager
@@ -134,7 +158,9 @@ def signals_ignored() -> Iterator[None]:
 
 
 def _spawn(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen:
+    """Start a keeper, which runs a command. When this process ends, its standard input does too."""
+    command = [sys.executable, "-I", guard.__file__, "--keep", *command]
     with log.open("wb") as output:
         return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=env, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )

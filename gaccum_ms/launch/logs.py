@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import re
 import shutil
@@ -93,7 +94,8 @@ def why_full(log_dir: Path) -> str:
 
 def _unwritable(log_dir: Path, error: OSError) -> LaunchError:
     why = f"cannot write logs to '{log_dir}': {error.strerror}"
-    return LaunchError(f"{why}. Make room there, or name another --log-dir.", code=2)
+    remedy = "Make room there, or name" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Name"
+    return LaunchError(f"{why}. {remedy} another --log-dir.", code=2)
 
 
 def rank_folder(log_dir: Path, rank: int | str, attempt: int = 1) -> Path:

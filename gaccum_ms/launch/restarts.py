@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
+from gaccum_ms.launch.output import say
 
 
 class Restarts:
@@ -24,8 +24,7 @@ class Restarts:
         """Return the cluster of the next attempt, and print that all begin anew; None if there is none."""
         if error.code != 1 or cluster.attempt > cluster.max_restarts:
             return None
-        anew = f"note: all begin anew: restart {cluster.attempt} of {cluster.max_restarts}."
-        print(f"{error}\n{anew}", file=sys.stderr, flush=True)
+        say(f"{error}\nnote: all begin anew: restart {cluster.attempt} of {cluster.max_restarts}.\n")
         following, failed = dataclasses.replace(cluster, attempt=cluster.attempt + 1), None
         if error.rank is not None:
             failed = hosts[error.rank // cluster.processes] if hosts else cluster.device_of(error.rank)

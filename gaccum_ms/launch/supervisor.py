@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
-from gaccum_ms.launch.guard import SCHEDULER
+from gaccum_ms.launch.guard import SCHEDULER, STARTER, bound, receive
 from gaccum_ms.launch.logs import last_lines, launcher_folder, rank_folder
 
 Message = dict[str, Any]
@@ -22,6 +22,7 @@ SCHEDULER_GRACE_SECONDS = 5.0  # a rank's failure may end the scheduler first, b
 EXIT_SECONDS = 5.0  # for the exit handlers of a script that has failed; then its process is ended
 STOPPED_SECONDS = 15.0  # how long a rank may be stopped (SIGSTOP) and then continue
 LONG_OVER_SECONDS = 2.0  # a rank that ended this long before another failed may be the cause
+MESSAGES = 1000  # read at a time: another user may send without end
 NAMES = 4  # the largest number of ranks named in an error
 
 
@@ -30,8 +31,7 @@ class Reports:
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(f"\0{job}")  # no file, so neither a full disk nor a long path can stop a message
+        self._socket = bound(job)
         self._socket.setblocking(False)
 
     def close(self) -> None:
@@ -43,9 +43,9 @@ class Reports:
         messages = []
         if select.select([self._socket], [], [], seconds)[0]:
             with contextlib.suppress(BlockingIOError):
-                while True:
-                    messages.append(json.loads(self._socket.recv(4096)))
-        return messages
+                for _ in range(MESSAGES):
+                    messages.append(receive(self._socket))
+        return [json.loads(message) for message in messages if message]
 
     def send(self, ranks: Iterable[int], word: bytes) -> None:
         """Send a word to ranks of this host."""
@@ -60,6 +60,8 @@ class Ranks:
     def __init__(self, cluster: Cluster, log_dir: Path) -> None:
         self._cluster, self._log_dir = cluster, log_dir
         self._pids: dict[int, int] = {}
+        self._guards: dict[int, int] = {}  # the guards' processes
+        self._without_guard: set[int] = set()  # ranks whose guard was gone at the last look
         self._in_init: set[int] = set()  # ranks that have reached init()
         self.over: dict[int, float] = {}  # ranks, of any host, whose script has ended well, and when
         self._fails: dict[int, tuple[int, float]] = {}  # the reported exit code, and when
@@ -79,6 +81,8 @@ class Ranks:
     def note(self, message: Message) -> None:
         """Process a message of a guard or of a rank."""
         rank, code = message["rank"], message.get("code", 0)
+        if "guard" in message:
+            self._guards[rank] = message["guard"]
         if "pid" in message:
             self._pids[rank] = message["pid"]
         if "stopped" in message:
@@ -87,7 +91,7 @@ class Ranks:
                 self._stopped[rank] = time.monotonic()
         if "still" in message:
             self._still[rank] = message["still"], message["place"]
-        if "at_end" in message or ("code" in message and code == 0 and rank != SCHEDULER):
+        if "at_end" in message or ("code" in message and code == 0 and rank >= 0):
             self.note_over([rank])
         if "fails" in message:
             self._fails.setdefault(rank, (message["fails"], time.monotonic()))
@@ -96,7 +100,7 @@ class Ranks:
             self._stopped.pop(rank, None)
             if code and rank == SCHEDULER:
                 self._scheduler_failed = time.monotonic()
-            elif code:  # the first error usually causes the others
+            elif code and rank >= 0:  # the first error usually causes the others
                 self._error = self._error or self._why_failed(rank, code)
 
     def _why_failed(self, rank: int, code: int) -> LaunchError:
@@ -154,6 +158,13 @@ class Ranks:
             code, since = self._fails.get(rank, (0, 0.0))
             if code and time.monotonic() - since > EXIT_SECONDS:
                 self.note({"rank": rank, "code": code})
+        gone = {rank for rank, guard in self._guards.items() if rank not in self._codes and _is_gone(guard)}
+        if lost := sorted(gone & self._without_guard):  # whatever a guard has said has come since then
+            names = "MindSpore's scheduler" if lost[0] == SCHEDULER else self._names(lost)
+            why = f"{names} ended, because the launcher's process above it was killed; {self._all_ended}"
+            rank = lost[0] if len(lost) == 1 and lost[0] != SCHEDULER else None
+            self._error = self._error or LaunchError(why, rank=rank)
+        self._without_guard = gone
 
     def check(self) -> None:
         """Raise the error that ends the attempt, if there is one."""
@@ -164,6 +175,11 @@ class Ranks:
             log = launcher_folder(self._log_dir, self._cluster) / "scheduler.log"
             why = f"MindSpore's scheduler failed with {_exit_code(self._codes[SCHEDULER])}; {self._all_ended}"
             raise LaunchError(why + last_lines(log))
+        if STARTER in self._codes and (silent := self.silent()):  # all that its guards have said has come before
+            starter = self._cluster.launcher
+            log = launcher_folder(self._log_dir, self._cluster) / f"{starter}.log"
+            what = f"{starter} ended with {_exit_code(self._codes[STARTER])}; ranks {silent} never finished"
+            raise LaunchError(what + last_lines(log))
         missing = [rank for rank in self.running() if rank not in self._in_init]
         if missing and now - self._begin > limit:
             why = f"did not come to init() within {limit:g} s: {self._names(missing)}; {self._all_ended}"
@@ -185,6 +201,15 @@ class Ranks:
             why = f"{self._names(sorted(self.over))} ended with exit code 0, and {self._names(going, ' has', ' have')}"
             where = f"stood still for {limit:g} s since (in {self._still[going[0]][1]}); {self._all_ended}"
             raise LaunchError(f"{why} {where} If that is meant, give --end-timeout 0.")
+
+
+def _is_gone(pid: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _exit_code(code: int) -> str:

@@ -1,0 +1,124 @@
+"""Ranks and their processes that hide from a launch, which is ended in every way: nothing is left running.
+
+``--rounds 8`` makes each end eight times, and all but the first at a random moment, from the launcher's start on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gaccum_ms.launch import guard
+from tests.launch.launched import LIMIT, Launched, processes, wait_until, write
+
+pytestmark = pytest.mark.distributed
+
+# Each rank has a child in a session of its own, and a daemon, both without environment variables. Rank 0 becomes
+# another program without any. Rank 1 overwrites its own in memory, as setproctitle does.
+HIDES = """
+import ctypes, signal, subprocess
+count = os.environ["GACCUM_MS_RESTART_COUNT"]
+subprocess.Popen(["sleep", f"1000{count}"], env={}, start_new_session=True)
+subprocess.run(["sh", "-c", f"setsid sleep 1000{count} & exit 0"], env={})
+begin, end = map(int, open("/proc/self/stat").read().rpartition(")")[2].split()[47:49])
+ctypes.memset(begin, 0, end - begin)
+assert b"=" not in open("/proc/self/environ", "rb").read()
+open(f"up.{count}.{rank}", "x")
+"""
+STAYS = 'if rank == 0: os.execve("/bin/sleep", ["sleep", "1000"], {})\ntime.sleep(1000)\n'
+GOES = 'while not os.path.exists("up.0.0") or not os.path.exists("up.0.1"): time.sleep(0.1)\n'
+
+
+def here(folder: Path) -> list[psutil.Process]:
+    """The processes that run in a folder, whatever else is known of them."""
+    return processes(lambda process: process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE)
+
+
+def of_the_launcher(folder: Path, which: str) -> list[psutil.Process]:
+    """The launcher's guards, or its keeper."""
+    words = [guard.__file__, which]
+    return [process for process in here(folder) if words in (process.cmdline()[1:3], process.cmdline()[2:4])]
+
+
+def kill(launched: Launched, folder: Path, victims: str) -> None:
+    """Kill some of the launcher's processes at the same moment."""
+    killed = [launched.process] if "launcher" in victims else []
+    killed += of_the_launcher(folder, "--guard")[-1:] if "a guard" in victims else []
+    killed += of_the_launcher(folder, "--guard") if "guards" in victims else []
+    killed += of_the_launcher(folder, "--keep") if "keeper" in victims else []
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in killed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+def ends(launched: Launched, folder: Path) -> int:
+    """Wait until the launcher has ended, and then all else, and return its exit code."""
+    try:
+        launched.process.wait(LIMIT)
+        if launched.process.returncode >= 0:
+            assert not here(folder), "the launcher ends last"
+        wait_until(lambda: not here(folder))
+    finally:
+        left = here(folder)
+        for process in left:
+            process.kill()
+        launched.process.communicate()
+    return launched.process.returncode
+
+
+KILLED = ["a guard", "guards", "launcher", "keeper", "launcher, guards", "launcher, keeper", "keeper, guards"]
+
+
+@pytest.mark.core("SIGTERM", "a guard", "launcher, guards")
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGHUP", *KILLED])
+def test_a_launch_that_is_ended_leaves_nothing(tmp_path, pytestconfig, end):
+    for number in range(pytestconfig.getoption("rounds")):
+        folder, chance = tmp_path / str(number), random.Random(f"{end}, {number}")
+        launched = Launched(write(folder / "script.py", HIDES + STAYS), "-n", "2", "--end-timeout", "0")
+        if number:
+            time.sleep(chance.uniform(0, 8))
+        else:
+            launched.wait_for(folder / "up.0.0", folder / "up.0.1")
+        if end in KILLED:
+            kill(launched, folder, end)
+        else:
+            launched.process.send_signal(signal.Signals[end])
+        code = ends(launched, folder)
+        if not number:
+            assert code == (-9 if "launcher" in end else 1 if end in KILLED else 128 + signal.Signals[end])
+
+
+@pytest.mark.core("a rank fails")
+@pytest.mark.parametrize(
+    ("last", "options", "code"),
+    [("sys.exit(3 * rank)", [], 1), ("sys.exit()", [], 0), ("time.sleep(1000)", ["--timeout", "20"], 124)],
+    ids=["a rank fails", "all end well", "time runs out"],
+)
+def test_a_launch_that_ends_leaves_nothing(tmp_path, pytestconfig, last, options, code):
+    for number in range(pytestconfig.getoption("rounds")):
+        folder = tmp_path / str(number)
+        launched = Launched(write(folder / "script.py", HIDES + GOES + last), "-n", "2", *options)
+        assert ends(launched, folder) == code
+
+
+def test_a_restart_waits_until_the_ranks_before_it_are_gone(tmp_path):
+    """They take SIGTERM for nothing."""
+    looks = (
+        'assert not [path for path in __import__("glob").glob("/proc/[0-9]*/cmdline")\n'
+        '    if os.path.exists(path) and open(path, "rb").read() == b"sleep\\00010000\\0"\n'
+        '    and os.path.realpath(path.replace("cmdline", "cwd")) == os.getcwd()]\n'
+    )
+    fails = f'signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{GOES}if count == "0" and rank: sys.exit(3)\n'
+    stays = 'if count == "0": time.sleep(1000)'
+    script = write(tmp_path / "script.py", f'if os.environ["GACCUM_MS_RESTART_COUNT"] == "1":\n    {looks}')
+    script.write_text(script.read_text() + HIDES + fails + stays)
+    launched = Launched(script, "-n", "2", "--max-restarts", "1")
+    code = ends(launched, tmp_path)
+    assert code == 0, (tmp_path / "log_output" / "2" / "rank.0" / "stderr").read_text()
