@@ -2,7 +2,8 @@
 
     this program ── a keeper ── msrun or mpirun ── one guard per rank ── the rank, which runs the script
 
-The keeper and the guards ( `guard.py` ) leave no process behind, whichever of them is killed. The guards report to this program, so it finds the rank that failed first in the same way with either launcher.
+The keeper and the guards ( `guard.py` ) leave no process behind, whichever of them is killed. The guards report to this
+program, so it finds the rank that failed first in the same way with either launcher.
 """
 
 from __future__ import annotations

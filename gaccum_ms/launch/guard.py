@@ -20,8 +20,8 @@ import contextlib
 import ctypes
 import json
 import os
-import signal
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -65,7 +65,7 @@ def tell(job: str, **message: object) -> None:
 
 
 def receive(messages: socket.socket, size: int = MESSAGE_BYTES) -> bytes:
-    """The next message to a socket with SO_PASSCRED; nothing, if it is another user's, who can see the socket's name."""
+    """The next message to a socket that was `bound` ; nothing, if another user has sent it, who can see the name."""
     message, control, _, _ = messages.recvmsg(size, socket.CMSG_SPACE(CREDENTIALS.size))
     senders = [CREDENTIALS.unpack(data)[1] for _, kind, data in control if kind == socket.SCM_CREDENTIALS]
     return message if senders and senders[0] in (os.getuid(), 0) else b""

@@ -6,7 +6,6 @@ import contextlib
 import json
 import select
 import signal
-import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +21,7 @@ SCHEDULER_GRACE_SECONDS = 5.0  # a rank's failure may end the scheduler first, b
 EXIT_SECONDS = 5.0  # for the exit handlers of a script that has failed; then its process is ended
 STOPPED_SECONDS = 15.0  # how long a rank may be stopped (SIGSTOP) and then continue
 LONG_OVER_SECONDS = 2.0  # a rank that ended this long before another failed may be the cause
+WRONG_ARGUMENT = 2  # the exit code
 MESSAGES = 1000  # read at a time: another user may send without end
 NAMES = 4  # the largest number of ranks named in an error
 
@@ -117,7 +117,10 @@ class Ranks:
         elif over:
             seconds = now - min(self.over.values())
             why += f", {seconds:.0f} s after {self._names(over)} had ended with exit code 0"
-        return LaunchError(f"{why}; {self._all_ended}{self._log(rank)}", rank=rank, since=since)
+        # A script says so by 2, as argparse does. What is wrong then is wrong again after a restart.
+        wrong_argument = code == WRONG_ARGUMENT and not self._in_init
+        error = f"{why}; {self._all_ended}{self._log(rank)}"
+        return LaunchError(error, WRONG_ARGUMENT if wrong_argument else 1, rank, since)
 
     def _log(self, rank: int) -> str:
         folder = rank_folder(self._log_dir, rank, self._cluster.attempt)

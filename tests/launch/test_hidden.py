@@ -5,72 +5,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 
-from gaccum_ms.launch import guard
-from tests.launch.launched import LIMIT, Launched, processes, wait_until, write
+from tests.launch.hidden import HIDES, STAYS, ends, kill
+from tests.launch.launched import Launched, write
 
 pytestmark = pytest.mark.distributed
 
-# Each rank has a child in a session of its own, and a daemon, both without environment variables. Rank 0 becomes
-# another program without any. Rank 1 overwrites its own in memory, as setproctitle does.
-HIDES = """
-import ctypes, signal, subprocess
-count = os.environ["GACCUM_MS_RESTART_COUNT"]
-subprocess.Popen(["sleep", f"1000{count}"], env={}, start_new_session=True)
-subprocess.run(["sh", "-c", f"setsid sleep 1000{count} & exit 0"], env={})
-begin, end = map(int, open("/proc/self/stat").read().rpartition(")")[2].split()[47:49])
-ctypes.memset(begin, 0, end - begin)
-assert b"=" not in open("/proc/self/environ", "rb").read()
-open(f"up.{count}.{rank}", "x")
-"""
-STAYS = 'if rank == 0: os.execve("/bin/sleep", ["sleep", "1000"], {})\ntime.sleep(1000)\n'
 GOES = 'while not os.path.exists("up.0.0") or not os.path.exists("up.0.1"): time.sleep(0.1)\n'
-
-
-def here(folder: Path) -> list[psutil.Process]:
-    """The processes that run in a folder, whatever else is known of them."""
-    return processes(lambda process: process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE)
-
-
-def of_the_launcher(folder: Path, which: str) -> list[psutil.Process]:
-    """The launcher's guards, or its keeper."""
-    words = [guard.__file__, which]
-    return [process for process in here(folder) if words in (process.cmdline()[1:3], process.cmdline()[2:4])]
-
-
-def kill(launched: Launched, folder: Path, victims: str) -> None:
-    """Kill some of the launcher's processes at the same moment."""
-    killed = [launched.process] if "launcher" in victims else []
-    killed += of_the_launcher(folder, "--guard")[-1:] if "a guard" in victims else []
-    killed += of_the_launcher(folder, "--guard") if "guards" in victims else []
-    killed += of_the_launcher(folder, "--keep") if "keeper" in victims else []
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for process in killed:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-
-
-def ends(launched: Launched, folder: Path) -> int:
-    """Wait until the launcher has ended, and then all else, and return its exit code."""
-    try:
-        launched.process.wait(LIMIT)
-        if launched.process.returncode >= 0:
-            assert not here(folder), "the launcher ends last"
-        wait_until(lambda: not here(folder))
-    finally:
-        left = here(folder)
-        for process in left:
-            process.kill()
-        launched.process.communicate()
-    return launched.process.returncode
 
 
 KILLED = ["a guard", "guards", "launcher", "keeper", "launcher, guards", "launcher, keeper", "keeper, guards"]

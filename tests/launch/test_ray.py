@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.launch.hidden import HIDES, STAYS, ends, kill
 from tests.launch.launched import (
     LIMIT,
     PYTHONPATH,
@@ -131,6 +132,16 @@ def test_the_end_of_this_program_ends_every_rank(hosts, tmp_path, number, code):
         wait_until(lambda: not launched.running() or number == signal.SIGINT)  # Ray ends the actors, guards the ranks
     finally:
         launched.finish()  # asserts that no process is left
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victims", ["launcher", "launcher, guards"])
+def test_ranks_that_hide_end_with_this_program(hosts, tmp_path, victims):
+    """Ray kills the actors' children itself when it ends actors."""
+    launched = hosts.launch(write(tmp_path / "script.py", HIDES + STAYS), "--end-timeout", "0", cwd=tmp_path)
+    launched.wait_for(tmp_path / "up.0.0", tmp_path / "up.0.1")
+    kill(launched, tmp_path, victims)
+    ends(launched, tmp_path)
 
 
 def test_a_folder_is_sent_to_the_hosts(hosts, tmp_path):
