@@ -83,8 +83,10 @@ def bound(name: str) -> socket.socket:
 # -- the keeper and the guards -----------------------------------------------------------------------------------------
 
 
-def keep(command: list[str]) -> None:
+def keep(command: list[str]) -> int:
     """Run msrun or mpirun, report its exit code, and stay until the launcher is gone; then end all that is below."""
+    if child := os.fork():  # if Ray ends the launcher, it kills the launcher's children, but not theirs
+        return as_in_shells(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     adopt_orphans()
     job, role = os.environ[JOB], os.environ.get("MS_ROLE")
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -92,10 +94,11 @@ def keep(command: list[str]) -> None:
     tell(job, rank=SCHEDULER if role == "MS_SCHED" else STARTER, code=code)
     os.read(0, 1)
     end_all(job)
+    return 0
 
 
 def guard(logs: Path, command: list[str]) -> int:
-    """Run a rank, or the scheduler, and return its exit code: 128 + signal if a signal ended it, as in shells."""
+    """Run a rank, or the scheduler, and return its exit code."""
     env = dict(os.environ)
     job, is_scheduler = env[JOB], env.get("MS_ROLE") == "MS_SCHED"
     if is_scheduler and NO_SCHEDULER in env:
@@ -127,6 +130,11 @@ def guard(logs: Path, command: list[str]) -> int:
     return code
 
 
+def as_in_shells(code: int) -> int:
+    """An exit code of Python's `subprocess` as shells have it: 128 + signal, if a signal ended the process."""
+    return code if code >= 0 else 128 - code
+
+
 def _listens(job: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
         return to_launcher.connect_ex(f"\0{job}") == 0
@@ -139,7 +147,7 @@ def _wait(process: subprocess.Popen, launcher_is_gone: Callable[[], bool], job: 
         pid, status = os.waitpid(-1, os.WNOHANG)  # also what others have left to this process
         if pid == process.pid:
             process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode if process.returncode >= 0 else 128 - process.returncode
+            return as_in_shells(process.returncode)
         if not pid:
             if launcher_is_gone():
                 end_all(job, guards=guards)
@@ -331,7 +339,7 @@ if __name__ == "__main__":
     if sys.argv[1] in ("--keep", "--guard"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was ignored, as it may be, exit codes are lost
     if sys.argv[1] == "--keep":
-        keep(sys.argv[2:])
+        sys.exit(keep(sys.argv[2:]))
     elif sys.argv[1] == "--guard":
         sys.exit(guard(Path(sys.argv[2]), sys.argv[3:]))
     else:

@@ -94,7 +94,7 @@ class Job(NamedTuple):
                     for message in reports.read(0 if more else POLL_SECONDS):
                         ranks.note(message)
                     for keeper in killed:
-                        ranks.note({"rank": guard.STARTER, "code": keeper.returncode})
+                        ranks.note({"rank": guard.STARTER, "code": guard.as_in_shells(keeper.returncode)})
                     if time.monotonic() - looked > LOOK_SECONDS:
                         looked = time.monotonic()
                         ranks.look()

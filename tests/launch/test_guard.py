@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from gaccum_ms.launch import guard
+from gaccum_ms.launch.supervisor import Reports
 from tests.launch.launched import Launched, write
 
 pytestmark = pytest.mark.distributed
@@ -91,6 +92,40 @@ def test_what_a_launcher_needs_waits_until_it_reads_or_dies(reads, monkeypatch):
     assert not sender.is_alive()
 
 
+def send_as_nobody(name: str, message: bytes) -> None:
+    """Send a message to a socket, as another user."""
+    sends = (
+        "import os, socket, sys\nos.setgid(65534)\nos.setuid(65534)\n"
+        "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(sys.argv[2].encode(), '\\0' + sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", sends, name, message], check=True, timeout=60)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_messages_of_other_users_are_ignored():
+    """Anybody can send to the launcher's socket, and to a rank's, and can see their names."""
+    job = uuid.uuid4().hex
+    with contextlib.closing(Reports(job)) as reports:
+        send_as_nobody(job, json.dumps({"rank": 0, "code": 0}).encode())
+        guard.tell(job, rank=0, at_end=True)
+        assert reports.read(30) == [{"rank": 0, "at_end": True}]
+        rank = guard._Launcher(job, 0)
+        send_as_nobody(f"{job}-0", guard.LET_GO)
+        reports.send([0], guard.ASK)
+        assert reports.read(30)[0].keys() == {"rank", "still", "place"}, "it has read both"
+        assert not rank._let_go.is_set()
+        reports.send([0], guard.LET_GO)
+        assert rank._let_go.wait(30)
+
+
+def test_a_message_may_be_long():
+    """Such as one with a path in Chinese, of which JSON makes six letters a character."""
+    job, place = uuid.uuid4().hex, "/" + "路" * 5000
+    with contextlib.closing(Reports(job)) as reports:
+        guard.tell(job, rank=0, still=1.0, place=place)
+        assert reports.read(30) == [{"rank": 0, "still": 1.0, "place": place}]
+
+
 def fill(job: str) -> None:
     """Send a launcher messages until it takes no more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(BlockingIOError):
@@ -121,6 +156,9 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path):
         "sys.exit('no such thing')",
         "sys.exit(300)",
         "sys.exit(-1)",
+        "sys.exit(10**30)",
+        "sys.exit(-(2**63) - 1)",
+        "raise SystemExit(2**32 + 3)",
         "1 +",
         "raise KeyboardInterrupt",
         "sys.stdout.close()\nsys.stderr.close()\nsys.exit(3)",

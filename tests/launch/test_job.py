@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.launched import LIMIT, TRAINS, Launched, wait_until, write
+from tests.launch.launched import LIMIT, ROOT, TRAINS, Launched, wait_until, write
 from tests.support.modes import MODES
 
 pytestmark = pytest.mark.distributed
@@ -140,21 +141,62 @@ def test_a_reader_that_goes_away_ends_all_without_a_traceback(tmp_path):
 TERMINAL = "import os, sys; os.dup2(os.openpty()[1], 1); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
-@pytest.mark.core("full")
+@pytest.mark.core("full", "full, and errors")
 @pytest.mark.parametrize(
     ("prefix", "note"),
     [
         (["sh", "-c", 'exec "$@" >/dev/full', "sh"], "note: standard output takes no more: No space left on device\n"),
         (["sh", "-c", 'exec "$@" >&-', "sh"], ""),
         ([sys.executable, "-c", TERMINAL], "note: standard output takes no more: Input/output error\n"),
+        (["sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh"], ""),
+        (["sh", "-c", 'exec "$@" >&- 2>&-', "sh"], ""),
+        ([sys.executable, "-c", TERMINAL.replace("; os.exec", "; os.dup2(1, 2); os.exec")], ""),
     ],
-    ids=["full", "closed", "terminal"],
+    ids=["full", "closed", "terminal", "full, and errors", "closed, and errors", "terminal, and errors"],
 )
 def test_an_output_that_takes_nothing_does_not_end_the_ranks(tmp_path, prefix, note):
     script = write(tmp_path / "script.py", 'print("line", flush=True)\ntime.sleep(1)\nprint("last")')
     done = Launched(script, "-n", "1", prefix=prefix).finish()
     assert (done.returncode, done.stderr) == (0, note)
     assert (tmp_path / "log_output" / "1" / "rank.0" / "stdout").read_text() == "line\nlast\n"
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_an_output_that_takes_a_part_at_a_time_gets_all(unbuffered):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    writes = "from gaccum_ms.launch.output import write; print('begins', end=' '); write(b'x' * 3_000_000)"
+    command = [sys.executable, *["-u"] * unbuffered, "-c", writes]
+    with subprocess.Popen(command, stdout=writer, cwd=ROOT) as process, os.fdopen(reader, "rb") as output:
+        os.close(writer)
+        assert output.read() == b"begins " + b"x" * 3_000_000
+    assert process.returncode == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_a_reader_that_stands_still_costs_the_launcher_no_memory(tmp_path, number):
+    """It gets all when the ranks have ended well. What it lacks of a launch that is ended is in the log."""
+    size, waits = 300_000_000, "time.sleep(1000)" if number else ""
+    script = write(tmp_path / "script.py", f'print("x" * {size}, end="", flush=True)\nopen("up", "x")\n{waits}')
+    launched = Launched(script, "-n", "1")
+    launched.wait_for(tmp_path / "up")
+    if number:
+        launched.process.send_signal(number)
+    data = launched.process.stdout.buffer
+    shown = sum(len(part) for part in iter(lambda: data.read1(1 << 20), b"") if part) - len(b"1 ranks finished")
+    said = launched.process.stderr.read()
+    _, status, usage = os.wait4(launched.process.pid, 0)
+    launched.process.returncode = os.waitstatus_to_exitcode(status)
+    assert usage.ru_maxrss * 1024 < size / 2
+    if number:
+        assert launched.process.returncode == 128 + number
+        left_out = int(re.fullmatch(r"note: (\d+) bytes of the output are only in '.*/rank.0/stdout'\n", said)[1])
+        assert shown + len(b"1 ranks finished") + left_out == size
+    else:
+        assert launched.process.returncode == 0
+        assert shown >= size
+    assert not launched.running()
 
 
 # -- a rank fails, ends or stops: the error names the right one --------------------------------------------------------

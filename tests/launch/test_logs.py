@@ -28,7 +28,7 @@ def test_a_log_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     done = Launched(script, "--log-dir", "file/logs").finish()
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: cannot write logs to '{tmp_path}/file/logs': Not a directory. Make room")
+    assert done.stderr.startswith(f"error: cannot write logs to '{tmp_path}/file/logs': Not a directory. Name another")
     assert done.stderr.count("\n") == 2
 
 
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_read_matters_only_if_it_may_be_ours(tmp_path, n
         assert done.returncode == 0, done.stderr
     else:
         assert done.returncode == 2
-        assert done.stderr.startswith(f"error: cannot write logs to '{logs}': File name too long. Make room")
+        assert done.stderr.startswith(f"error: cannot write logs to '{logs}': File name too long. Name another")
         assert done.stderr.count("\n") == 2
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import time
 
+import psutil
 import pytest
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 from gaccum_ms.launch.supervisor import Ranks
+from tests.launch.launched import wait_until
 
 
 def why(tmp_path, *messages, **options) -> str:
@@ -90,6 +94,36 @@ def test_a_host_whose_ranks_are_all_stopped_is_not_the_whole_launch(tmp_path, mo
     ranks.note({"rank": 1, "stopped": True})
     with pytest.raises(LaunchError, match=r"^rank 1 on host 1 is stopped \(SIGSTOP\)"):
         ranks.check()
+
+
+def test_a_rank_whose_guard_is_killed_is_named(tmp_path):
+    """At the second look: what the guard has said before may still have been on its way at the first."""
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    with subprocess.Popen(["true"], stdout=subprocess.PIPE) as zombie:
+        zombie.stdout.read()  # it ends now, and is not waited for
+        for rank, pid in ((1, ended.pid), (2, zombie.pid)):
+            wait_until(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+            ranks = Ranks(Cluster(processes=4, master_port=1), tmp_path)
+            ranks.note({"rank": 0, "guard": os.getpid()})
+            ranks.note({"rank": rank, "guard": pid})
+            ranks.look()
+            ranks.check()
+            ranks.look()
+            with pytest.raises(LaunchError, match=f"^rank {rank} ended, because the launcher's process above") as error:
+                ranks.check()
+            assert (error.value.code, error.value.rank) == (1, rank)
+
+
+def test_exit_code_2_before_init_is_a_wrong_argument(tmp_path):
+    """As argparse ends a script. No restart can mend it."""
+    for in_init, code in ((set(), 2), ({0}, 1)):
+        ranks = Ranks(Cluster(processes=2, master_port=1), tmp_path)
+        ranks._in_init |= in_init
+        ranks.note({"rank": 1, "code": 2})
+        with pytest.raises(LaunchError, match="^rank 1 failed with exit code 2;") as error:
+            ranks.check()
+        assert error.value.code == code
 
 
 def test_many_ranks_make_a_short_error(tmp_path):
