@@ -725,6 +725,27 @@ FAULTS = [
         "launch/test_cluster.py -k share_the_cores",
     ),
     Fault(
+        "what a killed guard leaves belongs to nobody",
+        "launch/guard.py",
+        "    adopt_orphans()\n    job, role",
+        "    job, role",
+        "launch/test_hidden.py -k launcher-guards",
+    ),
+    Fault(
+        "anybody may say that a rank has ended",
+        "launch/guard.py",
+        "senders[0] in (os.getuid(), 0)",
+        "True",
+        "launch/test_guard.py -k other_users",
+    ),
+    Fault(
+        "a killed guard is noticed late",
+        "launch/supervisor.py",
+        "        self._without_guard = gone\n",
+        "",
+        "launch/test_supervisor.py -k guard_is_killed",
+    ),
+    Fault(
         "a broken device is tried again and again",
         "launch/restarts.py",
         "again, self._failed = failed is not None and failed == self._failed, failed",

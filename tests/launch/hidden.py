@@ -38,11 +38,17 @@ def of_the_launcher(folder: Path, which: str) -> list[psutil.Process]:
 
 
 def kill(launched: Launched, folder: Path, victims: str) -> None:
-    """Kill some of the launcher's processes at the same moment."""
-    killed = [launched.process] if "launcher" in victims else []
-    killed += of_the_launcher(folder, "--guard")[-1:] if "a guard" in victims else []
-    killed += of_the_launcher(folder, "--guard") if "guards" in victims else []
-    killed += of_the_launcher(folder, "--keep") if "keeper" in victims else []
+    """Kill some of the launcher's processes at the same moment, as soon as there is one."""
+    killed: list[psutil.Process] = []
+
+    def there_are() -> bool:
+        killed[:] = [psutil.Process(launched.process.pid)] if "launcher" in victims else []
+        killed.extend(of_the_launcher(folder, "--guard")[-1:] if "a-guard" in victims else [])
+        killed.extend(of_the_launcher(folder, "--guard") if "guards" in victims else [])
+        killed.extend(of_the_launcher(folder, "--keep") if "keeper" in victims else [])
+        return bool(killed)
+
+    wait_until(there_are)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in killed:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.distributed
 GOES = 'while not os.path.exists("up.0.0") or not os.path.exists("up.0.1"): time.sleep(0.1)\n'
 
 
-KILLED = ["a guard", "guards", "launcher", "keeper", "launcher, guards", "launcher, keeper", "keeper, guards"]
+KILLED = ["a-guard", "guards", "launcher", "keeper", "launcher-guards", "launcher-keeper", "keeper-guards"]
 
 
-@pytest.mark.core("SIGTERM", "a guard", "launcher, guards")
+@pytest.mark.core("SIGTERM", "a-guard", "launcher-guards")
 @pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGHUP", *KILLED])
 def test_a_launch_that_is_ended_leaves_nothing(tmp_path, pytestconfig, end):
     for number in range(pytestconfig.getoption("rounds")):

@@ -135,7 +135,7 @@ def test_the_end_of_this_program_ends_every_rank(hosts, tmp_path, number, code):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("victims", ["launcher", "launcher, guards"])
+@pytest.mark.parametrize("victims", ["launcher", "launcher-guards"])
 def test_ranks_that_hide_end_with_this_program(hosts, tmp_path, victims):
     """Ray kills the actors' children itself when it ends actors."""
     launched = hosts.launch(write(tmp_path / "script.py", HIDES + STAYS), "--end-timeout", "0", cwd=tmp_path)

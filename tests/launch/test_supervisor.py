@@ -121,7 +121,7 @@ def test_exit_code_2_before_init_is_a_wrong_argument(tmp_path):
         ranks = Ranks(Cluster(processes=2, master_port=1), tmp_path)
         ranks._in_init |= in_init
         ranks.note({"rank": 1, "code": 2})
-        with pytest.raises(LaunchError, match="^rank 1 failed with exit code 2;") as error:
+        with pytest.raises(LaunchError, match=r"^rank 1 failed with exit code 2;") as error:
             ranks.check()
         assert error.value.code == code
 
