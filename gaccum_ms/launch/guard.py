@@ -117,12 +117,10 @@ def guard(logs: Path, command: list[str]) -> int:
             os._exit(1)
 
     with contextlib.ExitStack() as stack:
-        output = {}
-        if not is_scheduler:
-            folder = logs / f"rank.{rank}"
-            output = {name: stack.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr")}
+        files = [] if is_scheduler else [logs / f"rank.{rank}" / name for name in ("stdout", "stderr")]
+        stdout, stderr = [stack.enter_context(file.open("wb")) for file in files] or (None, None)
         command = [sys.executable, __file__, *command]
-        process = subprocess.Popen(command, env=env, preexec_fn=end_with_the_guard, **output)
+        process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, preexec_fn=end_with_the_guard)
         if not is_scheduler:
             tell(job, rank=int(rank), pid=process.pid)
         code = _wait(process, lambda: not _listens(job), job, guards=False)

@@ -165,8 +165,8 @@ class Ranks:
         if lost := sorted(gone & self._without_guard):  # whatever a guard has said has come since then
             names = "MindSpore's scheduler" if lost[0] == SCHEDULER else self._names(lost)
             why = f"{names} ended, because the launcher's process above it was killed; {self._all_ended}"
-            rank = lost[0] if len(lost) == 1 and lost[0] != SCHEDULER else None
-            self._error = self._error or LaunchError(why, rank=rank)
+            alone = len(lost) == 1 and lost[0] != SCHEDULER
+            self._error = self._error or LaunchError(why, rank=lost[0] if alone else None)
         self._without_guard = gone
 
     def check(self) -> None:
