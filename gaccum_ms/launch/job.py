@@ -120,7 +120,7 @@ class Job(NamedTuple):
                     say(f"note: other users' processes were not ended: {sorted(others)}\n")
                 if (left_out := os.fstat(stdout.fileno()).st_size - stdout.tell() - SHOWN_BYTES) > 0:
                     stdout.seek(left_out, os.SEEK_CUR)
-                    say(f"note: {left_out} bytes of the output are only in '{first}'\n")
+                    say(f"note: much of the output is only in '{first}'\n")
                 self._shows(stdout)
 
     def _shows(self, stdout: BinaryIO) -> bool:
