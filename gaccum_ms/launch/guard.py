@@ -190,8 +190,9 @@ def end_all(
     """End the processes of a launch: those in the trees of `roots` , but not this one, and those that have the launch's
     environment variable. They get SIGTERM, and SIGKILL `grace_seconds` later, until none is left.
 
-    Guards, keepers, msrun and mpirun come last, if at all: if this process is killed meanwhile, they end the rest.
-    Return the processes of other users, which this one may not end.
+    Guards, keepers, msrun and mpirun come last, if at all: if this process is killed meanwhile, they end the rest. For
+    that they must be in a tree of `roots` : another keeper still has its own work. Return the processes of other users,
+    which this one may not end.
     """
     kill_from, mark = time.monotonic() + grace_seconds, f"{JOB}={job}".encode()
     looks, others = 0, {os.getpid()}
@@ -201,8 +202,9 @@ def end_all(
             ours |= more
         left: dict[bool, list[int]] = {True: [], False: []}  # by whether they are guards
         for pid in parents.keys() - others:
-            if pid in ours or mark in _read(pid, "environ").split(b"\0"):
-                left[GUARDS in _read(pid, "cmdline")].append(pid)
+            is_guard = GUARDS in _read(pid, "cmdline")
+            if pid in ours or (not is_guard and mark in _read(pid, "environ").split(b"\0")):
+                left[is_guard].append(pid)
         to_end = left[False] or (left[True] if guards else [])
         for pid in to_end:
             with contextlib.suppress(ProcessLookupError):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import time
 
@@ -39,6 +40,16 @@ def test_a_launch_that_is_ended_leaves_nothing(tmp_path, pytestconfig, end):
         code = ends(launched, folder)
         if not number:
             assert code == (-9 if "launcher" in end else 1 if end in KILLED else 128 + signal.Signals[end])
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed: apt-get install openmpi-bin")
+def test_two_keepers_do_not_end_each_other(tmp_path):
+    """With mpirun, MindSpore's scheduler has a keeper too, which is done before."""
+    launched = Launched(write(tmp_path / "script.py", HIDES + STAYS), "-n", "2", "--launcher", "mpirun")
+    launched.wait_for(tmp_path / "up.0.0", tmp_path / "up.0.1")
+    kill(launched, tmp_path, "launcher-guards")
+    ends(launched, tmp_path)
 
 
 @pytest.mark.core("a rank fails")
