@@ -176,7 +176,7 @@ def test_options_are_refused_once_a_step_is_built_with_them(option, value):
         ({"micro_size": -2}, ValueError, "'micro_size' must be at least 1"),
         ({"max_grad_norm": -1.0}, ValueError, "'max_grad_norm' must be positive"),
         ({"reduction": "Mean"}, ValueError, "'reduction' must be one of"),
-        ({"overflow": "drop_micro_batch", "reduction": "sum"}, ValueError, "divides what is left by its count"),
+        ({"overflow": "drop_micro_batch", "loss_weights": (1.0, 0.5)}, ValueError, "divides what is left by its count"),
     ],
 )
 def test_assigned_options_are_checked_when_a_step_is_built(assigned, error, message):
