@@ -1,8 +1,11 @@
-"""Gradient accumulation for MindSpore that is correct everywhere and costs nothing but its arithmetic."""
+"""Gradient accumulation for MindSpore that is correct everywhere and costs nothing but its arithmetic.
 
-import os
-import re
-import sys
+Importing the package imports nothing else: a name is looked up when it is first asked for. So the command and its
+launcher need no MindSpore, and MindSpore's functions stay as they are until the cell, or what uses it, is imported.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
@@ -52,18 +55,8 @@ __all__ = [
     "tune_cpu",
 ]
 
-# The command, `gaccum-ms` or `python -m gaccum_ms`, and its launcher, `python -m gaccum_ms.launch`, do not need
-# MindSpore, which may not be installed yet. While Python searches for the module of -m, sys.argv[0] is "-m", and the
-# module is the word before the other arguments.
-if sys.argv[:1] == ["-m"]:
-    _word = sys.orig_argv[-len(sys.argv)]
-    _is_command = re.fullmatch(r"(-\w*m)?gaccum_ms(\.__main__|\.launch.*)?", _word) is not None
-else:
-    _is_command = os.path.basename("".join(sys.argv[:1])) == "gaccum-ms"
-
-if not _is_command:
+if TYPE_CHECKING:
     from gaccum_ms import adopt as adopt
-    from gaccum_ms import model_hook as _model
     from gaccum_ms.auditing.audit import audit
     from gaccum_ms.auditing.report import AuditReport
     from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation
@@ -74,7 +67,7 @@ if not _is_command:
     from gaccum_ms.callbacks.schedule import AccumulationScheduler
     from gaccum_ms.callbacks.training_metrics import TrainingMetrics
     from gaccum_ms.callbacks.update_scheduler import UpdateScheduler
-    from gaccum_ms.cell import GradAccumulationCell
+    from gaccum_ms.cell import GradAccumulation, GradAccumulationCell
     from gaccum_ms.checkpoint.resume import resume
     from gaccum_ms.checkpoint.update_checkpoint import UpdateCheckpoint
     from gaccum_ms.cpu.threads import tune_cpu
@@ -106,6 +99,63 @@ if not _is_command:
     from gaccum_ms.transforms.transform import Transform
     from gaccum_ms.transforms.weight_average import WeightAverage
 
-    GradAccumulation = GradAccumulationCell  # the name in mindspore.parallel.nn, which MindSpore keeps
+# The modules of the names.
+_MODULES = {
+    "AccumulationScheduler": "callbacks.schedule",
+    "Accumulators": "options.accumulators",
+    "AdaptiveAccumulation": "callbacks.adaptive",
+    "AdaptiveGradientClip": "transforms.adaptive_clip",
+    "AuditReport": "auditing.report",
+    "AutoSize": "splitting.auto_size",
+    "BalancedSampler": "splitting.balanced_sampler",
+    "ClipByGlobalNorm": "transforms.clip_by_global_norm",
+    "ClipByValue": "transforms.clip_by_value",
+    "CountClassWeights": "losses.counts_of_labels",
+    "CountMask": "losses.counts",
+    "CountNotIgnored": "losses.counts_of_labels",
+    "EvenSplit": "splitting.even_split",
+    "FlushAccumulation": "callbacks.flush",
+    "GradAccumulation": "cell",
+    "GradAccumulationCell": "cell",
+    "GradAccumulator": "training.grad_accumulator",
+    "GradNoiseScale": "callbacks.noise_scale",
+    "MaxTokens": "splitting.max_tokens",
+    "MemoryReport": "memory.report",
+    "PerSampleLoss": "losses.per_sample_loss",
+    "ProgressBar": "callbacks.progress",
+    "ShardedOptimizer": "distributed.sharded_optimizer",
+    "SkipSpikes": "transforms.skip_spikes",
+    "TokenPlan": "splitting.token_plan",
+    "TrainOneStepWithGradAccumulationCell": "training.step",
+    "TrainingMetrics": "callbacks.training_metrics",
+    "Transform": "transforms.transform",
+    "UpdateCheckpoint": "checkpoint.update_checkpoint",
+    "UpdateScheduler": "callbacks.update_scheduler",
+    "WeightAverage": "transforms.weight_average",
+    "WindowBatchNorm": "layers.window_batchnorm",
+    "WindowCallback": "record.window_callback",
+    "WindowMonitor": "callbacks.monitor",
+    "WindowRecord": "record.window_record",
+    "WithBatchLossCell": "losses.batch_loss",
+    "audit": "auditing.audit",
+    "convert_batchnorm_to_groupnorm": "layers.group_norm",
+    "find_micro_batch_size": "training.find_micro_batch_size",
+    "memory_report": "training.memory_report",
+    "resume": "checkpoint.resume",
+    "scale_learning_rate": "learning_rate",
+    "tune_cpu": "cpu.threads",
+}
 
-    _model.install_model_hook()
+
+def __getattr__(name: str) -> Any:
+    if name == "adopt":
+        return importlib.import_module("gaccum_ms.adopt")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'gaccum_ms' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"gaccum_ms.{_MODULES[name]}"), name)
+    globals()[name] = value  # the next time, Python finds it
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "adopt"})

@@ -12,6 +12,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.backend.held_cells import held_cells
+from gaccum_ms.backend.hooked_functions import install_model_hook
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.checks.other_names import explains_other_names
@@ -323,6 +324,10 @@ class GradAccumulationCell(nn.Cell):
         return self._undifferentiated(self.network(*inputs))
 
 
+GradAccumulation = GradAccumulationCell  # the name in mindspore.parallel.nn, which MindSpore keeps
+install_model_hook()
+
+
 def takes(network: nn.Cell, inputs: int) -> bool:
     """Whether a network can be called with so many inputs."""
     try:
@@ -385,6 +390,6 @@ _TRAINED_WITHOUT_STEP = (
     "For 'GradAccumulationCell', training must go through ms.Model(cell, loss_fn, optimizer), "
     "mindspore.amp.build_train_network(cell, optimizer) or "
     "gaccum_ms.TrainOneStepWithGradAccumulationCell(cell, optimizer), with the cell outermost and an optimizer, and "
-    "'gaccum_ms' imported before build_train_network is; but the cell itself is being trained. As it is "
-    "used here, no gradient would be accumulated."
+    "'gaccum_ms.GradAccumulationCell' imported before build_train_network is; but the cell itself is being trained. As "
+    "it is used here, no gradient would be accumulated."
 )

@@ -2,11 +2,11 @@
 
 Both call the function `build_train_network` of `mindspore.train.amp`. It recognises cells by the class name
 ``GradAccumulationCell`` and would give them a private step that trains only in semi-auto parallel mode. The function
-here replaces it: a network with our cell gets our step or a clear error, and any other network goes to the original.
-`ms.Model` evaluates and predicts with the network inside the cell, as if no cell were around it. For each training with
-our step it also gets three callbacks: one calls `on_window_end` of the others, one checks ranks and open windows, and
-one evaluates averages. `auto_mixed_precision` and `custom_mixed_precision` of `mindspore.amp` , given our cell, convert
-the network in it, which the step calls. Importing the package replaces these functions of MindSpore, and nothing else.
+here is called in its place: a network with our cell gets our step or a clear error, and any other network goes to the
+`original` . `ms.Model` evaluates and predicts with the network inside the cell, as if no cell were around it. For each
+training with our step it also gets three callbacks: one calls `on_window_end` of the others, one checks ranks and open
+windows, and one evaluates averages. `auto_mixed_precision` and `custom_mixed_precision` of `mindspore.amp` , given our
+cell, convert the network in it, which the step calls. backend/hooked_functions.py calls these functions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import mindspore as ms
-import mindspore.amp
 import mindspore.train
 from mindspore import nn
-from mindspore.train import FlopsUtilizationCollector, amp
+from mindspore.train import FlopsUtilizationCollector
 from mindspore.train.metrics import get_metrics
 
 from gaccum_ms import backend
@@ -43,11 +42,10 @@ from gaccum_ms.training.step_in_model import step_in
 
 _FLOAT32_LOSS = ("O2", "O3", "auto")  # the levels at which MindSpore computes a plain network's loss in float32
 _OURS = (GradAccumulationCell, TrainOneStepWithGradAccumulationCell)
-_original = amp.build_train_network
 
 
-@functools.wraps(_original)
 def build_train_network(
+    original: Callable[..., nn.Cell],
     network: nn.Cell,
     optimizer: nn.Optimizer,
     loss_fn: nn.Cell | None = None,
@@ -56,9 +54,15 @@ def build_train_network(
     **kwargs: Any,
 ) -> nn.Cell:
     if not _holds_our_cell(network):
-        return _original(network, optimizer, loss_fn, level, boost_level, **kwargs)
+        return original(network, optimizer, loss_fn, level, boost_level, **kwargs)
     cell = held_cell(network)  # the network may be an AutoParallel around the cell
     refuse_wrapped_network("GradAccumulationCell", network)
+    if step_in(network) is not None:
+        raise ValueError(
+            f"For 'TrainOneStepWithGradAccumulationCell', a model must be built without an optimizer and a loss, "
+            f"because the step has its own, but got a '{type(network).__name__}' with the optimizer "
+            f"'{type(optimizer).__name__}'. Use ms.Model({'step' if network is step_in(network) else 'network'})."
+        )
     if not isinstance(cell, GradAccumulationCell):
         raise ValueError(
             f"For 'GradAccumulationCell', the cell must be the outermost one when a model is built with an optimizer, "
@@ -82,11 +86,11 @@ def build_train_network(
             f"cell for this model, or give ms.Model the step of the first: model.train_network."
         )
     process = functools.partial(backend.auto_mixed_precision_process, config=config, level=level)
-    of_batch, original = isinstance(cell.network, WithBatchLossCell), with_its_parts(cell.network)
+    of_batch, with_parts = isinstance(cell.network, WithBatchLossCell), with_its_parts(cell.network)
     processed = cell.network.map_parts(process) if of_batch else process(cell.network)
     if level in ("O1", "auto"):
         note_casts(processed)
-    cell.train_instead(processed, original)
+    cell.train_instead(processed, with_parts)
     low = (
         config["cast_model_type"] in (ms.float16, ms.bfloat16)
         or getattr(processed, "_amp_level", None) in _FLOAT32_LOSS
@@ -104,10 +108,6 @@ def build_train_network(
     return step.set_train()
 
 
-_original_build_eval_network = mindspore.train.Model._build_eval_network
-_original_build_predict_network = mindspore.train.Model._build_predict_network
-
-
 @contextmanager
 def _without_cell(model: mindspore.train.Model) -> Iterator[nn.Cell | None]:
     """Within it the model has the network and the loss inside our cell. It yields the cell, if there is one."""
@@ -122,43 +122,41 @@ def _without_cell(model: mindspore.train.Model) -> Iterator[nn.Cell | None]:
         model._network, model._loss_fn = before
 
 
-@functools.wraps(_original_build_eval_network)
-def _build_eval_network(self: mindspore.train.Model, metrics: Any, eval_network: Any, eval_indexes: Any) -> None:
-    with _without_cell(self) as cell:
+def build_eval_network(
+    original: Callable[..., None], model: mindspore.train.Model, metrics: Any, eval_network: Any, eval_indexes: Any
+) -> None:
+    with _without_cell(model) as cell:
         if cell is not None and metrics and eval_network is None:
-            eval_network = batch_evaluation(cell, self._loss_fn, get_metrics(metrics).values())
+            eval_network = batch_evaluation(cell, model._loss_fn, get_metrics(metrics).values())
             eval_indexes = [0, 1, 2]
-        _original_build_eval_network(self, metrics, eval_network, eval_indexes)
+        original(model, metrics, eval_network, eval_indexes)
 
 
-@functools.wraps(_original_build_predict_network)
-def _build_predict_network(self: mindspore.train.Model) -> None:
-    with _without_cell(self):
-        _original_build_predict_network(self)
+def build_predict_network(original: Callable[..., None], model: mindspore.train.Model) -> None:
+    with _without_cell(model):
+        original(model)
 
 
-def _of_the_network(convert: Callable[..., nn.Cell]) -> Callable[..., nn.Cell]:
+def cast(original: Callable[..., nn.Cell], network: Any, *arguments: Any, **named: Any) -> nn.Cell:
     """A function of MindSpore that changes a network's dtypes; of our cell, it changes the network inside."""
-
-    @functools.wraps(convert)
-    def convert_inside(network: Any, *arguments: Any, **named: Any) -> nn.Cell:
-        if not isinstance(network, GradAccumulationCell):
-            return convert(network, *arguments, **named)
-        network.network = convert(network.network, *arguments, **named)
-        return network
-
-    return convert_inside
+    if not isinstance(network, GradAccumulationCell):
+        return original(network, *arguments, **named)
+    network.network = original(network.network, *arguments, **named)
+    return network
 
 
-_original_train = mindspore.train.Model._train  # both Model.train and Model.fit call it
-
-
-@functools.wraps(_original_train)
-def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> None:
-    callbacks, step = self._transform_callbacks(callbacks), step_in(self.train_network)
+def train(
+    original: Callable[..., None],
+    model: mindspore.train.Model,
+    epoch: int,
+    train_dataset: Any,
+    callbacks: Any = None,
+    **kwargs: Any,
+) -> None:
+    callbacks, step = model._transform_callbacks(callbacks), step_in(model.train_network)
     if step is None:
-        refuse_other_networks(callbacks, self.train_network)
-        return _original_train(self, epoch, train_dataset, callbacks=callbacks, **kwargs)
+        refuse_other_networks(callbacks, model.train_network)
+        return original(model, epoch, train_dataset, callbacks=callbacks, **kwargs)
     step.check_names_and_refresh_name()  # with data sinking it is called within another Cell
     # A flush comes before callbacks that must see its update, such as checkpoints, wherever they are in the list.
     callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, FlushAccumulation))
@@ -170,22 +168,8 @@ def _train(self: mindspore.train.Model, epoch: int, train_dataset: Any, callback
             watching.enter_context(recorder.sees_flushes())
         if any(isinstance(callback, FlopsUtilizationCollector) for callback in callbacks):
             watching.enter_context(counted_in_loops(step, train_dataset))
-        _original_train(self, epoch, train_dataset, callbacks=let_checkpoints_save(callbacks, step.optimizer), **kwargs)
+        original(model, epoch, train_dataset, callbacks=let_checkpoints_save(callbacks, step.optimizer), **kwargs)
 
 
 def _holds_our_cell(network: Any) -> bool:
     return isinstance(network, nn.Cell) and any(isinstance(cell, _OURS) for _, cell in network.cells_and_names())
-
-
-def install_model_hook() -> None:
-    """Put our function where MindSpore's own modules look it up. Importing the package calls this, once."""
-    for module in (amp, mindspore.amp, mindspore.train):
-        module.build_train_network = build_train_network
-    for name in ("auto_mixed_precision", "custom_mixed_precision"):
-        convert = _of_the_network(getattr(amp, name))
-        for module in (amp, mindspore.amp, mindspore.train):
-            if hasattr(module, name):
-                setattr(module, name, convert)
-    model = mindspore.train.Model
-    model._train = _train
-    model._build_eval_network, model._build_predict_network = _build_eval_network, _build_predict_network

@@ -17,8 +17,8 @@ from gaccum_ms.accumulation.outputs import LossWithOutputs
 from gaccum_ms.accumulation.several_losses import ByCountsOfEach
 from gaccum_ms.accumulation.weighing import ByCounts, ByCountsWithOutputs, BySamples, WeighingParts
 from gaccum_ms.accumulation.window import Window
-from gaccum_ms.backend.graphs import gradients_allowed
-from gaccum_ms.backend.random_operators import needs_copies, shallow_copy, with_other_seeds
+from gaccum_ms.backend.graphs import gradients_allowed, graph_run
+from gaccum_ms.backend.random_operators import forbid_reuse, needs_copies, shallow_copy, with_other_seeds
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.options.options import Options
@@ -71,6 +71,7 @@ def combined(
     def copy_of_weighing(number: int) -> nn.Cell | None:
         if not needs_copies(setup.network):
             return None
+        forbid_reuse(graph_run(otherwise=weighing), setup.network)
         first = number * (1 + options.losses)
         network = with_other_seeds(setup.network, first) if number else setup.network
         with gradients_allowed():

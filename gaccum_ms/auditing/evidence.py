@@ -41,6 +41,7 @@ class Evidence:
     batch_norm_layers: tuple[str, ...]
     dropout_layers: tuple[str, ...]
     remedy: str | None = None  # what was tried and makes the updates equal
+    broadcast: str | None = None  # an input that is broadcast, and the shape that it needs
 
     @functools.cached_property
     def largest(self) -> float:

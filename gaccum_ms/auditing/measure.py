@@ -17,6 +17,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import accumulators
+from gaccum_ms.auditing.broadcasting import broadcast_input
 from gaccum_ms.auditing.evidence import Evidence, Update
 from gaccum_ms.auditing.remedies import find_remedy
 from gaccum_ms.backend.eager_means import mean_of_elements
@@ -103,7 +104,14 @@ def measured(
         return run(trial_step, batch)
 
     parts = step.micro_batches_of(batch)
-    remedy = find_remedy(evidence, inner, batch, parts, lambda part: float(loss_of(part)[0]), train)
+
+    def loss_on(part: Sequence[ms.Tensor]) -> float:
+        return float(loss_of(part)[0])
+
+    broadcast = None if error is not None else broadcast_input(inner, batch, parts, loss_on, tolerance)
+    if broadcast is not None:
+        return dataclasses.replace(evidence, broadcast=broadcast)
+    remedy = find_remedy(evidence, inner, batch, parts, loss_on, train)
     if error is not None and remedy is None:
         raise error
     return dataclasses.replace(evidence, remedy=remedy)

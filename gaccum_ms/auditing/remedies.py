@@ -147,7 +147,11 @@ def _shared(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[
     for more in itertools.chain(itertools.combinations(others, 1), itertools.combinations(others, 2)):
         shared = tuple(sorted((*cell.shared, *more)))
         split = dataclasses.replace(cell.split or EvenSplit(), shared=shared)
-        yield Trial(f"split=EvenSplit(shared={shared})", cell.with_options(split=split))
+        meaning = (
+            f"Each micro-batch then sees the whole of input(s) {', '.join(map(str, more))}: share only what has no "
+            f"entries of samples"
+        )
+        yield Trial(f"split=EvenSplit(shared={shared}). {meaning}", cell.with_options(split=split))
 
 
 def _axes(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[Trial]:

@@ -138,6 +138,8 @@ def _first_problem(evidence: Evidence, explained: bool) -> tuple[bool, str | Non
     whole, accumulated, reduction = evidence.whole, evidence.accumulated, evidence.reduction
     worst, error = next(iter(evidence.errors.items()))
     by = f"by {error:.1e} in {worst}"
+    if evidence.broadcast is not None:
+        return True, f"Micro-batching changes the result, {by}, because {evidence.broadcast}."
     if evidence.remedy is not None:
         return False, f"Micro-batching changes the result, {by}. This was tried, and makes it equal: {evidence.remedy}."
     if not evidence.is_finite:

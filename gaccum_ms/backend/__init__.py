@@ -1,7 +1,7 @@
 """Looks up every private MindSpore name that the package uses, for MindSpore 2.7.2 to 2.10.
 
-One ImportError names all that are missing, when the package is imported; otherwise there would be an AttributeError
-during training. docs/hardware.md lists the kernels and passes that a version lacks.
+One ImportError names all that are missing, when a name of the package is first asked for; otherwise there would be an
+AttributeError during training. docs/hardware.md lists the kernels and passes that a version lacks.
 """
 
 from __future__ import annotations

@@ -42,6 +42,18 @@ class OwnGraph(nn.Cell):
 _eager_runs: list[nn.Cell] = []  # those that Python has called, and that have not ended
 
 
+class _GraphRun:
+    """A run of a graph, which may compile it first."""
+
+
+_graph_runs: list[_GraphRun] = []  # those that have not ended
+
+
+def graph_run(otherwise: Any) -> Any:
+    """An object that lives until the present run of a graph ends; `otherwise` , if another graph contains the Cell."""
+    return _graph_runs[-1] if _graph_runs else otherwise
+
+
 def runs_eagerly_now() -> bool:
     """Whether this is called by a Cell that `run` runs eagerly, and not while a graph is compiled."""
     return bool(_eager_runs)
@@ -136,10 +148,14 @@ def _run_eagerly(cell: nn.Cell, *inputs: Any) -> Any:
 def _run_graph(cell: nn.Cell, *inputs: Any) -> Any:
     _let_go_of_moved(cell)
     inputs = tuple(_of_its_own(value) for value in inputs)
-    if ms.get_context("mode") == ms.PYNATIVE_MODE:
-        outputs = _run_graph_in_pynative_mode(cell, *inputs)
-    else:
-        outputs = nn.Cell.__call__(cell, *inputs)
+    _graph_runs.append(_GraphRun())
+    try:
+        if ms.get_context("mode") == ms.PYNATIVE_MODE:
+            outputs = _run_graph_in_pynative_mode(cell, *inputs)
+        else:
+            outputs = nn.Cell.__call__(cell, *inputs)
+    finally:
+        _graph_runs.pop()
     _note_storage(cell)
     return outputs
 
@@ -187,7 +203,7 @@ def _note_storage(cell: nn.Cell) -> None:
     parameters = {
         id(parameter): parameter for phase in cell.compile_cache for parameter in executor.get_params(phase).values()
     }
-    keep_in_place(parameters.values())
+    keep_in_place(cell, parameters.values())
     _storage[cell] = len(cell.compile_cache), [(parameter, parameter.data_ptr()) for parameter in parameters.values()]
 
 

@@ -11,6 +11,7 @@ import mindspore as ms
 from mindspore import mint, nn
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer  # the base of mindspore.mint.optim's too
 
+from gaccum_ms.backend.lent import is_lent_parameter, lend, lend_parameter
 from gaccum_ms.backend.parameters import own
 
 # On CPU, AdamW has no kernel (FusedAdamW cannot even be created). SGD silently writes nothing unless compiled; neither
@@ -24,7 +25,6 @@ FIXED_RATE = "lr_float"  # a number that mint.optim.SGD uses instead of its Para
 
 _SCHEDULER = own("scheduler.")
 _GROUP_RATE = "learning_rate_group_"
-_LISTED = "gaccum_ms_rates"
 
 
 def refuse_without_kernels(owner: str, optimizer: nn.Cell) -> None:
@@ -98,29 +98,30 @@ def without_shards(optimizer: Any) -> Any:
     return hidden[0] if hidden else optimizer
 
 
-def list_rates(optimizer: nn.Cell) -> None:
-    """List an optimizer's group rates, and AMSGrad's state, among its Parameters, so that checkpoints hold rates that
-    a scheduler has changed."""
+def list_rates(owner: Any, optimizer: nn.Cell) -> None:
+    """While the owner lives, list an optimizer's group rates, and AMSGrad's state, among its Parameters, so that
+    checkpoints hold rates that a scheduler has changed."""
     optimizer = without_shards(optimizer)
-    if isinstance(optimizer, ExperimentalOptimizer) and not hasattr(optimizer, _LISTED):
-        listed = {id(parameter) for parameter in optimizer.get_parameters()}
-        values = [value for group in optimizer.param_groups for value in group.values()]
-        missing = [state for value in values for state in _parameters_in(value) if id(state) not in listed]
-        setattr(optimizer, _LISTED, ms.ParameterTuple(missing))
+    if not isinstance(optimizer, ExperimentalOptimizer):
+        return
+    listed = {id(each) for each in optimizer.get_parameters() if not is_lent_parameter(optimizer, each.name)}
+    for value in [value for group in optimizer.param_groups for value in group.values()]:
+        for state in _parameters_in(value):
+            if id(state) not in listed:
+                lend_parameter(owner, optimizer, state)
 
 
-def list_schedulers(optimizer: nn.Cell, schedulers: Iterable[Any], updates: ms.Parameter) -> None:
-    """The same for the schedulers' own state, and for their number of updates. The names are ours, because MindSpore
-    gives several schedulers the same names."""
-    state = [updates]
+def list_schedulers(owner: Any, optimizer: nn.Cell, schedulers: Iterable[Any], updates: ms.Parameter) -> None:
+    """The same for the schedulers' own state, and for their number of updates. While the owner lives the names are
+    ours, because MindSpore gives several schedulers the same names."""
+    lend_parameter(owner, optimizer, updates)
     for number, scheduler in enumerate(with_inner(schedulers)):
         rates = {id(rate) for rate in _rates_of(optimizer)}
         for name, value in vars(scheduler).items():
             if isinstance(value, ms.Parameter) and id(value) not in rates:
-                value.name = f"{_SCHEDULER}{number}.{name}"
-                value.requires_grad = False
-                state.append(value)
-    optimizer.gaccum_ms_schedulers = ms.ParameterTuple(state)
+                lend(owner, value, "name", f"{_SCHEDULER}{number}.{name}")
+                lend(owner, value, "requires_grad", False)
+                lend_parameter(owner, optimizer, value)
 
 
 def state_of_schedulers(schedulers: Iterable[Any]) -> list[ms.Parameter]:

@@ -21,9 +21,11 @@ from typing import Any
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms.backend.held_cells import held_cells, held_values
+from gaccum_ms.backend.lent import lend
 
 _SEEDS = ("seed", "seed0", "seed1", "seed2", "Seed0", "Seed1")
 _MARK = "__function_forbid_reuse__"  # of MindSpore's functions that draw: each use in a graph has seeds of its own
+_LENT = object()  # the value of a mark of ours
 _METHODS = frozenset(name for name in dir(Tensor) if hasattr(getattr(Tensor, name, None), _MARK))
 # Their kernels on CPU have no seed: each begins with the same numbers.
 _OF_CHANNELS = (ops.Dropout2D, ops.Dropout3D)
@@ -36,6 +38,15 @@ def needs_copies(network: nn.Cell) -> bool:
 
 def has_forward_hooks(cell: nn.Cell) -> bool:
     return bool(cell._forward_hook or cell._forward_pre_hook)
+
+
+def forbid_reuse(owner: Any, network: nn.Cell) -> None:
+    """While the owner lives, MindSpore compiles the functions that draw for each call of them: else all copies of a
+    network would share one graph of such a function, with one set of seeds."""
+    for _, cell in held_cells(network):
+        kind: Any = type(cell)
+        for function in _random_functions(kind)[1]:
+            lend(owner, function, _MARK, _LENT)
 
 
 def with_other_seeds(network: nn.Cell, copy: int) -> nn.Cell:
@@ -56,7 +67,7 @@ def _draws(cell: nn.Cell) -> bool:
     kind: Any = type(cell)
     return (
         isinstance(cell, nn.Dropout1d)
-        or _calls_random_function(kind)
+        or _random_functions(kind)[0]
         or any(_is_random(value) for _, value in held_values(cell))
     )
 
@@ -71,23 +82,30 @@ def _seeds(operator: ops.Primitive) -> dict[str, int]:
 
 
 @functools.cache
-def _calls_random_function(kind: Any) -> bool:
-    """Whether the code of a class may call a function that draws, by itself or in the functions that it calls."""
+def _random_functions(kind: Any) -> tuple[bool, list[Any]]:
+    """Whether the code of a class may call a function that draws, by itself or in the functions that it calls; and
+    those of these functions that lack MindSpore's mark."""
     of_class = [base for base in kind.__mro__ if base is not nn.Cell]
     methods = [method for base in of_class for name, method in vars(base).items() if name != "__init__"]
-    return any(_calls(method, set()) for method in methods if isinstance(method, types.FunctionType))
+    unmarked: list[Any] = []
+    draws = [_calls(method, set(), unmarked) for method in methods if isinstance(method, types.FunctionType)]
+    return any(draws), list(dict.fromkeys(unmarked))
 
 
-def _calls(function: Any, seen: set[Any]) -> bool:
+def _calls(function: Any, seen: set[Any], unmarked: list[Any]) -> bool:
     function = inspect.unwrap(function)
     if function in seen:
         return False
     seen.add(function)
     named, methods = _named_in(function)
-    drawing = [called for called in named if hasattr(called, _MARK) or _calls(called, seen)]
-    for called in drawing:  # else all copies would share one graph of this function, with one set of seeds
-        setattr(called, _MARK, True)
+    drawing = [called for called in named if _is_marked(called) or _calls(called, seen, unmarked)]
+    unmarked += [called for called in drawing if not _is_marked(called)]
     return bool(drawing) or not _METHODS.isdisjoint(methods)
+
+
+def _is_marked(function: Any) -> bool:
+    """Whether MindSpore, or the user, has marked it."""
+    return getattr(function, _MARK, _LENT) is not _LENT
 
 
 def _named_in(function: types.FunctionType) -> tuple[list[types.FunctionType], set[str]]:

@@ -1,10 +1,10 @@
-"""Keeps Parameters at their memory addresses, once a graph has run.
+"""Keeps Parameters at their memory addresses, as long as a graph that has run lives.
 
 MindSpore's graphs with control flow on a Tensor (a `while` or an `if` ) always read each Parameter at its address of
 their first run. `Parameter.set_data` moves the value to another address: Python then reads the new value, but the graph
 the old one. `load_param_into_net` , `load_checkpoint` , `init_data` and MindSpore's callbacks all call `set_data` ,
-which calls the method `assign_value` . So the Parameters of a training step get their own `assign_value` , which
-writes into their existing storage.
+which calls the method `assign_value` . So the Parameters of a training step have their own `assign_value` , which
+writes into their existing storage, until the step goes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.backend.held_cells import held_cells, held_values
+from gaccum_ms.backend.lent import lend
 from gaccum_ms.backend.parameters import overwrite
 
 
@@ -28,12 +29,17 @@ def parameters_of(cell: nn.Cell) -> Iterator[ms.Parameter]:
         yield from (value for _, value in held_values(part) if isinstance(value, ms.Parameter))
 
 
-def keep_in_place(parameters: Iterable[ms.Parameter], written: Callable[[], Any] | None = None) -> None:
-    """Make every later write go into the storage that the Parameter has at that time. Each write calls `written` ."""
+def keep_in_place(owner: nn.Cell, parameters: Iterable[ms.Parameter], written: Callable[[], Any] | None = None) -> None:
+    """While the owner lives, every write goes into the storage that the Parameter has at that time. Each write calls
+    `written` ."""
     told = weakref.WeakMethod(written) if written is not None else None
     for parameter in parameters:
-        if "assign_value" not in parameter.__dict__:
-            parameter.assign_value = functools.partial(_assign_in_place, weakref.ref(parameter), told)
+        of_others = vars(parameter).get("assign_value")  # as of another step
+        lend(owner, parameter, "assign_value", of_others or _in_place(parameter, told))
+
+
+def _in_place(parameter: ms.Parameter, told: weakref.WeakMethod | None) -> Callable[[ms.Tensor], ms.Parameter]:
+    return functools.partial(_assign_in_place, weakref.ref(parameter), told)
 
 
 def _assign_in_place(

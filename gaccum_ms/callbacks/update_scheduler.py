@@ -65,6 +65,7 @@ class UpdateScheduler(WindowCallback):
     def on_train_begin(self, run_context: RunContext) -> None:
         step: Any = training_step(run_context)
         self.schedulers.check_optimizer(step.optimizer, "a GradAccumulationCell is trained with")
+        step.schedulers = self.schedulers  # which checkpoints of the step have, also when this callback is gone
         self.schedulers.begin(step.update_count)
         # A checkpoint may be from between an update and its schedulers.
         self.schedulers.follow(int(step.update_count.asnumpy()))

@@ -153,7 +153,7 @@ def _go_on(step: Any, paths: Sequence[Path], data_set: Any, optimizer: bool) -> 
     if data_set is None:
         return 0
     position = int(values.get(own("batch_count"), 0))
-    begin_at(data_set, position, lambda: int(step.batch_count.asnumpy()))
+    begin_at(data_set, position, step)
     return position // data_set.get_dataset_size()
 
 

@@ -122,7 +122,7 @@ class ShardedOptimizer(nn.Optimizer):
                 f"For '{_NAME}', the argument 'optimizer' must make an nn.Optimizer, but got "
                 f"'{type(inner).__name__}' from it."
             )
-        list_rates(inner)
+        list_rates(self, inner)
         places = {id(part): place for place, part in enumerate(own.values())}
         self.slots = tuple(places.get(id(parameter), -1) for parameter in inner.parameters)  # -1: a placeholder
         self.inner_places = tuple(self.slots.index(place) for place in range(len(own)))

@@ -205,7 +205,6 @@ def _actor() -> type:
     class Actor:
         def prepare(self, project: str, folder: str, script: str) -> None:
             """Make this process ready to start the ranks."""
-            sys.argv = ["gaccum-ms"]  # by this name, the package does not import MindSpore
             sys.path.append(project)
             self._host = importlib.import_module("gaccum_ms.launch.ray_engine").OnHost()
             os.chdir(folder or os.getcwd())

@@ -15,9 +15,9 @@ from gaccum_ms.report.records import Record
 
 def page(records: Sequence[Record]) -> str:
     """One HTML page, which needs no other file and no network."""
-    names = [str(record.path) for record in records]
-    words = {str(window.values.get("counted")) for record in records for window in record.windows}
-    counted = words.pop() if words in ({"samples"}, {"batches"}) else "items"
+    names = [record.name for record in records]
+    each_counted = [window.values.get("counted") for record in records for window in record.windows]
+    counted = next((word for word in ("samples", "batches") if all(each == word for each in each_counted)), "items")
     each = [_facts(record, counted) for record in records]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -37,7 +37,7 @@ def _facts(record: Record, counted: str) -> dict[str, str]:
     last, epoch = record.windows[-1], record.windows[-1].number("epoch")
     losses = [(w.number("loss"), w.update) for w in record.windows if w.updated and math.isfinite(w.number("loss"))]
     every_window = [*record.windows, *(window for part in record.replaced for window in part)]
-    timed = [window for window in every_window if math.isfinite(window.number("rate"))]
+    timed = [w for w in every_window if math.isfinite(w.number("rate")) and w.number("seconds") > 0]
     count, time = (sum(window.number(name) for window in timed) for name in ("count", "seconds"))
     seconds = sum(filter(math.isfinite, (window.number("seconds") for window in every_window)))
     size, unit = (1, "s") if seconds < 120 else (60, "min") if seconds < 7200 else (3600, "h")
@@ -60,11 +60,12 @@ def _draw(
     lines: list[Line] = []
     legend: dict[str, str] = {}
     for record in records:
-        name = str(record.path) if len(records) > 1 else ""
+        name = record.name if len(records) > 1 else ""
         for number, label in enumerate(labels):
             colour = COLOURS[len(legend) % len(COLOURS)]
             legend[", ".join(filter(None, [name, label]))] = colour
-            for part, alpha in [*((part, 0.35) for part in record.replaced), (record.windows, 1.0)]:
+            faint = (*record.earlier, *record.replaced)
+            for part, alpha in [*((part, 0.35) for part in faint), (record.windows, 1.0)]:
                 values = [dict(enumerate(window.numbers(field))).get(number, math.nan) for window in part]
                 lines.append(Line([window.update for window in part], values, colour, alpha=alpha))
     if not any(math.isfinite(value) for line in lines for value in line.y):

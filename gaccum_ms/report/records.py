@@ -1,16 +1,21 @@
-"""Reads the JSON lines of a WindowMonitor, also of a training that was resumed.
+"""Reads the JSON lines of a WindowMonitor, also of a training that was resumed, and of several in one file.
 
 A resumed training appends to the file of the interrupted one, and makes the updates after its checkpoint again. Their
-new records replace the old ones.
+new records replace the old ones. A training that begins with the first update again is another one.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+FIRST_UPDATE = 1
+MOST_UPDATES = 2**31 - 1  # the training counts them in an int32
+LARGEST = 1e100  # a chart has room for sums, differences and margins of what it shows, also by powers of ten
 
 
 class RecordError(Exception):
@@ -34,10 +39,10 @@ class Window:
         return int(self.values["update"]) + (not self.updated)
 
     def numbers(self, name: str) -> list[float]:
-        """The numbers of a list, or the only number; NaN for what is none."""
+        """The numbers of a list, or the only number; NaN for what is none, or too large for a chart."""
         value = self.values.get(name)
         values = value if isinstance(value, list) else [] if value is None else [value]
-        return [float(number) if type(number) in (int, float) else math.nan for number in values]
+        return [float(each) if type(each) in (int, float) and abs(each) <= LARGEST else math.nan for each in values]
 
     def number(self, name: str, default: float = math.nan) -> float:
         return next(iter(self.numbers(name)), default)
@@ -45,18 +50,28 @@ class Window:
 
 @dataclass
 class Record:
-    """A file: its windows, the windows that a resumed training has replaced, and notes on lines that were left out."""
+    """A file: the windows of its last training, those that it has replaced after a resume, those of the `earlier`
+    trainings before it, and notes."""
 
     path: Path
     windows: list[Window] = field(default_factory=list)
     replaced: list[list[Window]] = field(default_factory=list)
+    earlier: list[list[Window]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The path as text that can be written in UTF-8, which a path need not be."""
+        return os.fsencode(self.path).decode("utf-8", "replace")
 
     def add(self, window: Window) -> None:
         if self.windows and window.update < self.windows[-1].update + self.windows[-1].updated:
-            count = sum(earlier.update < window.update for earlier in self.windows)
+            count = sum(before.update < window.update for before in self.windows)
             self.replaced.append(self.windows[count:])
             del self.windows[count:]
+            if window.update == FIRST_UPDATE:
+                self.earlier += self.replaced
+                self.replaced = []
         skipped, dropped = self.windows[-1].lost if self.windows else (0, 0)
         window.lost = skipped + (not window.updated), dropped + window.number("dropped_micro_batches", 0)
         window.values["lost"] = [number or None for number in window.lost]  # no chart without any
@@ -81,16 +96,20 @@ def read(path: Path) -> Record:
         why = f"line {bad[0]} is no window of a WindowMonitor" if bad else "it is empty: no window has ended yet"
         raise RecordError(f"'{path}' holds no record: {why}")
     if bad:
-        record.notes.append(f"{path}: {len(bad)} line(s) left out, from line {bad[0]} on: no whole window")
+        record.notes.append(f"{record.name}: {len(bad)} line(s) left out, from line {bad[0]} on: no whole window")
     if record.replaced:
-        record.notes.append(f"{path}: the training was resumed; updates that it made again are faint.")
+        record.notes.append(f"{record.name}: the training was resumed; updates that it made again are faint.")
+    if record.earlier:
+        record.notes.append(
+            f"{record.name}: another training has begun in this file; those before it are faint, and not in the facts."
+        )
     return record
 
 
 def _window(line: str) -> Window | None:
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: brackets within brackets, a thousand deep
         return None
-    is_window = isinstance(values, dict) and "loss" in values and isinstance(values.get("update"), int)
-    return Window(values) if is_window else None
+    is_window = isinstance(values, dict) and "loss" in values and type(values.get("update")) is int
+    return Window(values) if is_window and abs(values["update"]) <= MOST_UPDATES else None

@@ -81,11 +81,12 @@ class Lifecycle:
             self._may_lose_state = False
 
     def keep_in_place(self, cell: nn.Cell) -> None:
-        """Make compiled graphs see writes into the Parameters of `cell` , also graphs of which it becomes a part."""
-        list_rates(self._update.optimizer)
+        """Make compiled graphs see writes into the Parameters of `cell` , also graphs of which it becomes a part. What
+        this changes in the user's objects is undone when `cell` goes."""
+        list_rates(cell, self._update.optimizer)
         accumulators = self._open_window.accumulators.get_parameters() if self._open_window is not None else ()
-        keep_in_place([self._record.window_origin, *accumulators], self._record.note_load)
-        keep_in_place(parameters_of(cell))
+        keep_in_place(cell, [self._record.window_origin, *accumulators], self._record.note_load)
+        keep_in_place(cell, parameters_of(cell))
 
     def prepare_save(self) -> None:
         """Before a checkpoint is saved: copy state outside of Parameters into them, which no two may share a name."""

@@ -21,7 +21,8 @@ from gaccum_ms.backend.parameters import counter, overwrite
 
 
 class Schedulers:
-    """Schedulers of one optimizer. `owner` , `name` : the class and its argument, in errors."""
+    """Schedulers of one optimizer, whose state is listed in checkpoints while this object lives. `owner` , `name` : the
+    class and its argument, in errors."""
 
     def __init__(self, owner: str, name: str, schedulers: Sequence[Any]) -> None:
         if not schedulers or not all(isinstance(scheduler, (LRScheduler, SequentialLR)) for scheduler in schedulers):
@@ -42,7 +43,7 @@ class Schedulers:
         self._refuse_state_outside_of_parameters()
         # Updates for which the schedulers were stepped; -1 before the first training.
         self.updates = counter("scheduler.updates", -1)
-        list_schedulers(self.optimizer, schedulers, self.updates)
+        list_schedulers(self, self.optimizer, schedulers, self.updates)
 
     def check_optimizer(self, optimizer: Any, trained_with: str) -> None:
         """Refuse schedulers of another optimizer than the one that is `trained_with` ."""

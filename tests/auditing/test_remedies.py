@@ -228,8 +228,63 @@ class TimeMajor(nn.Cell):
 def test_names_inputs_that_are_shared(pynative):
     prototypes = RANDOM.normal(size=(12, 5)).astype(np.float32)
     remedy = remedy_of(report_of(Prototypes(), X, prototypes))
-    assert remedy == "split=EvenSplit(shared=(1,))"
-    assert report_of(Prototypes(), X, prototypes, **options_of(remedy, Prototypes())).ok
+    option, _, meaning = remedy.partition(". ")
+    assert option == "split=EvenSplit(shared=(1,))"
+    assert meaning == "Each micro-batch then sees the whole of input(s) 1: share only what has no entries of samples"
+    assert report_of(Prototypes(), X, prototypes, **options_of(option, Prototypes())).ok
+
+
+class OwnLoss(nn.Cell):
+    """The user's own loss, of one number for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = dense(5, 1)
+
+    def construct(self, x, y):
+        return ops.square(self.net(x) - y).mean()
+
+
+class Reshaped(nn.Cell):
+    """A network whose outputs have another shape."""
+
+    def __init__(self, outputs, shape):
+        super().__init__()
+        self.net, self.shape = dense(5, outputs), shape
+
+    def construct(self, x):
+        return self.net(x).reshape(self.shape)
+
+
+def with_loss(loss, outputs=1, shape=(-1, 1)):
+    return lambda: nn.WithLossCell(Reshaped(outputs, shape), loss)
+
+
+NUMBERS = X.sum(axis=1)
+BROADCAST = {
+    "(N,) beside (N, 1)": (with_loss(nn.MSELoss()), NUMBERS, (12, 1)),
+    "a sum": (with_loss(nn.MSELoss("sum")), NUMBERS, (12, 1)),
+    "L1": (with_loss(nn.L1Loss()), NUMBERS, (12, 1)),
+    "Huber": (with_loss(nn.HuberLoss()), NUMBERS, (12, 1)),
+    "(N, 1) beside (N,)": (with_loss(nn.MSELoss(), 1, (-1,)), NUMBERS[:, None], (12,)),
+    "(N, T) beside (N, 1, T)": (with_loss(nn.MSELoss(), 4, (-1, 1, 4)), X[:, :4], (12, 1, 4)),
+    "own loss": (OwnLoss, NUMBERS, (12, 1)),
+}
+
+
+@pytest.mark.core("(N,) beside (N, 1)", "own loss")
+@pytest.mark.parametrize("kind", BROADCAST)
+def test_names_an_input_that_is_broadcast(kind, pynative):
+    """No option is named that makes the two sides equal: both would learn from wrong pairs."""
+    make, labels, shape = BROADCAST[kind]
+    options = {"reduction": "sum"} if kind == "a sum" else {}
+    report = report_of(make(), X, labels, **options)
+    assert len(report.problems) == 1, report
+    assert f"input 1 of shape {labels.shape} is broadcast" in report.problems[0], report
+    assert f"Give it the shape {shape}" in report.problems[0]
+    assert TRIED not in report.problems[0] and "shared=(" not in report.problems[0]
+    assert ("or, if its entries are not those of samples" in report.problems[0]) == (kind == "own loss")
+    assert report_of(make(), X, labels.reshape(shape), **options).ok
 
 
 SEQUENCES = RANDOM.normal(size=(6, 6, 5)).astype(np.float32)

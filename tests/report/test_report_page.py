@@ -206,11 +206,66 @@ def test_a_resumed_training_replaces_what_came_after_its_checkpoint(record, caps
     assert capsys.readouterr().err.startswith(f"note: {path}: the training was resumed")
 
 
-def test_a_training_that_began_anew_replaces_all(record):
-    found = read(record(line(1), line(2), line(2, False), line(1), line(2)))
+def test_a_training_that_began_anew_is_another_one(record, capsys):
+    """It is not called resumed, and its facts are its own. The first one was resumed."""
+    first = [line(1), line(2, seconds=5.0, count=5.0), line(2, False), line(2, seconds=5.0, count=5.0)]
+    path = record(*first, line(1), line(2, seconds=1.0, count=3.0))
+    found = read(path)
     assert [window.update for window in found.windows] == [1, 2]
     assert found.windows[-1].lost == (0, 0)
-    assert [len(piece) for piece in found.replaced] == [3]
+    assert found.replaced == []
+    assert [[window.update for window in part] for part in found.earlier] == [[2, 3], [1, 2]]
+    page = report(path)
+    assert ("items per second, overall", "3.0") in page.facts and ("time in windows", "1.0 s") in page.facts
+    assert "stroke-opacity: 0.35" in page.sections["Loss"]
+    note = f"note: {path}: another training has begun in this file; those before it are faint, and not in the facts.\n"
+    assert capsys.readouterr().err == note
+
+
+DEEP = 100_000 * "[" + 100_000 * "]"
+ODD_LINES = {
+    "deep": f'{{"update": 2, "loss": 1, "counted": {DEEP}}}\n',
+    "deep alone": f"{DEEP}\n",
+    "400 digits of an update": f'{{"update": {"1" * 400}, "loss": 1}}\n',
+    "5,000 digits": f'{{"update": 2, "loss": {"1" * 5000}}}\n',
+    "true for an update": '{"update": true, "loss": 1}\n',
+}
+ODD_NUMBERS = ["1e308", "-1e308", "1" * 400, "5e-324", "1e999", "NaN", '"1"', "[[1]]", "{}", "true"]
+
+
+@pytest.mark.parametrize("kind", ODD_LINES)
+def test_a_line_that_no_monitor_writes_is_left_out(record, kind, capsys):
+    path = record(line(1), ODD_LINES[kind], line(3))
+    report(path)
+    assert len(read(path).windows) == 2
+    assert "1 line(s) left out, from line 2 on" in capsys.readouterr().err
+
+
+@pytest.mark.core("up")
+@pytest.mark.parametrize("order", [ODD_NUMBERS, ODD_NUMBERS[::-1], ["1e100", "-1e100"], ["1e100", "5e-324", "1"]],
+                         ids=["up", "down", "far", "logarithmic"])  # fmt: skip
+def test_numbers_that_no_training_has_are_not_drawn(record, order):
+    """Also as a number of seconds or items, by which others are divided."""
+    fields = ("loss", "grad_norm", "count", "seconds", "epoch", "loss_terms", "dropped_micro_batches", "learning_rate")
+    lines = []
+    for number in range(len(order)):
+        values = ", ".join(f'"{field}": {order[(number + place) % len(order)]}' for place, field in enumerate(fields))
+        lines.append(f'{{"update": {number + 1}, {values}}}\n')
+    page = report(record(*lines))
+    assert "Loss" in page.sections
+    assert not re.search(r'd="[^"]*(nan|inf)', page.text)
+
+
+def test_a_name_that_is_not_utf_8(tmp_path, capfdbinary):
+    path = Path(os.fsdecode(os.fsencode(tmp_path / "records ") + b"\xff.jsonl"))
+    path.write_text(line(1) + line(3) + line(2) + "{\n")
+    for more in ([], [str(path)]):  # alone, and beside itself, where the name is in each chart
+        assert command.main([str(path), *more, "-o", str(tmp_path / "page.html")]) == 0
+        assert "records \ufffd.jsonl</h1>" in (tmp_path / "page.html").read_text().replace(", ", "</h1>")
+    assert command.main([str(path)]) == 0
+    assert capfdbinary.readouterr().out.endswith(b"\xff.html\n")
+    assert command.main([str(path), "-o", "-"]) == 0
+    assert capfdbinary.readouterr().out.decode().rstrip().endswith("</html>")
 
 
 def test_several_files_are_drawn_beside_each_other(record):
