@@ -782,10 +782,24 @@ FAULTS = [
     ),
     Fault(
         "batches are counted by the ranks that saved them",
-        "checkpoint/resume.py",
-        "    return values | {name: np.array(value, values[name].dtype) for name, value in here.items()}\n",
-        "    return values\n",
-        "checkpoint/test_resume.py -k second_resume",
+        "checkpoint/other_ranks.py",
+        "    return epochs * here.epoch_batches + seen // here.all_batches\n",
+        "    return epochs * here.epoch_batches + batches\n",
+        "checkpoint/test_other_ranks.py",
+    ),
+    Fault(
+        "an open window ends too early on fewer ranks",
+        "checkpoint/other_ranks.py",
+        "    if ratio == 1:\n        return values\n    is_open",
+        "    if True:\n        return values\n    is_open",
+        "checkpoint/test_other_ranks.py ranks/test_fewer_ranks.py",
+    ),
+    Fault(
+        "an order that depends on the ranks is not warned of",
+        "backend/data_sets.py",
+        """        if _operation(data_set) == "Shuffle":\n""",
+        """        if _operation(data_set) == "":\n""",
+        "backend/test_data_sets.py checkpoint/test_other_ranks.py",
     ),
     Fault(
         "ranks go on from what not all have",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mindspore.train import Callback, RunContext
 
+from gaccum_ms.backend.data_sets import epoch_of
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.callbacks.rate_length import warn_of_rates_for_batches
 from gaccum_ms.checkpoint.data_position import begin_anew
@@ -54,7 +55,8 @@ class WindowWatch(Callback):
         parameters = run_context.original_args()
         # Read now: an evaluation on the same data set, in Model.fit, resets it.
         parameters.skipped_batches = parameters.train_dataset.get_init_step() % max(parameters.batch_num, 1)
-        self._step.run_record.begin_training(parameters.batch_num)
+        record = self._step.run_record
+        record.note_data_set(epoch_of(parameters.train_dataset, record.ranks, parameters.batch_num))
         self._step.keep_records()
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
@@ -95,7 +97,7 @@ class WindowWatch(Callback):
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         if run_context.original_args().dataset_sink_mode:
-            self._step.run_record.keep_random_state()  # saving the wrapper runs no hook of the step
+            self._step.run_record.keep_state()  # saving the wrapper runs no hook of the step
 
     def on_train_end(self, run_context: RunContext) -> None:
         step = self._step

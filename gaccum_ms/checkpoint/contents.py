@@ -19,7 +19,7 @@ from gaccum_ms.backend.parameters import own
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.checkpoint.rank_files import Values
 from gaccum_ms.checks.arguments import first_of
-from gaccum_ms.record.run_record import RULES
+from gaccum_ms.record.run_record import OF_DATA_SET, RULES
 
 _OF_THE_RATE = (own("rate_steps"), own("rate_factor"))  # what the optimizer's rate is for
 _OF_A_WINDOW = (own("window_unit"), own("window_sums"))
@@ -46,7 +46,8 @@ def check_contents(step: Any, path: Path, values: Values, optimizer: bool) -> No
             * missing.issubset(state)
         )
     # The run's record is the last in a file, so that one that was cut between two Parameters lacks some of it.
-    records = {parameter.name for parameter in step.run_record.get_parameters()} | _of_window(step, path, values)
+    records = {parameter.name for parameter in step.run_record.get_parameters()} - OF_DATA_SET
+    records |= _of_window(step, path, values)
     if missing := records - values.keys() if ours else set():
         raise ValueError(
             f"For 'resume', a checkpoint of a step of gaccum_ms must have the step's counts and the open window's "

@@ -17,12 +17,14 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms.backend.checkpoint_file import SUFFIXES, read_checkpoint
+from gaccum_ms.backend.data_sets import counts_quickly, epoch_of
 from gaccum_ms.backend.newer_optimizers import is_of_scheduler, is_rate
 from gaccum_ms.backend.parameters import own
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.checkpoint.contents import check_contents, without_optimizer
 from gaccum_ms.checkpoint.data_position import begin_at
 from gaccum_ms.checkpoint.newest import newest_checkpoint
+from gaccum_ms.checkpoint.other_ranks import counted_here
 from gaccum_ms.checkpoint.rank_files import Values, of_rank, origin
 from gaccum_ms.checks.arguments import check_bool, first_of
 from gaccum_ms.distributed.ranks import group_size_or_1
@@ -44,9 +46,12 @@ def resume(
     Loads weights, optimizer state, loss scale, the open window with its counts, the counts of batches and updates, and
     the state of MindSpore's default generator. The step may be new, or have run. The window is finished with its true
     counts, also if `micro_size` and `accumulation_steps` have changed. If the number of ranks has changed, give the
-    checkpoints of all old ranks. With a checkpoint of a training without accumulation, the window and all counts begin
-    anew, and a warning names optimizer state that it lacks, which stays as it is. For a GradAccumulator, a warning
-    says if a scheduler's state is missing in the checkpoint, or if its learning rate is not the optimizer's.
+    checkpoints of all old ranks. What was seen is counted in samples of all ranks: with `data_set` , the updates stay
+    the same if each rank's batch has more samples, or its window more batches, so that an update has as many as before,
+    and ranks get samples in turn, as with `num_shards` of `NumpySlicesDataset` and `GeneratorDataset` . One warning
+    says in what they differ otherwise. With a checkpoint of a training without accumulation, the window and all counts
+    begin anew, and a warning names optimizer state that it lacks, which stays as it is. For a GradAccumulator, a
+    warning says if a scheduler's state is missing in the checkpoint, or if its learning rate is not the optimizer's.
 
     Two things are not in a checkpoint, because MindSpore gives no access to them: the next random numbers of operators
     on CPU, such as the masks of `nn.Dropout` ; and random numbers of Python and NumPy in datasets.
@@ -61,7 +66,7 @@ def resume(
             was writing is removed. If the folder is empty or missing, training begins at the beginning.
         data_set (Dataset, optional): It is set to the batch after the last one that was trained on. Once a batch is
             trained on, its iterators begin at the beginning again. Its seed must be the same, and `dataset_sink_mode`
-            False. If the number of ranks has changed, it must divide the same batches among the new ranks.
+            False. If the number of ranks has changed, it must divide the same samples among the new ranks.
             Default: ``None`` .
         optimizer (bool): Whether the optimizer's state is loaded. With ``False`` it stays as it is, its learning rate
             too, and the checkpoint may lack it. Default: ``True`` .
@@ -76,11 +81,11 @@ def resume(
         TypeError: If `model` or `optimizer` has another type.
         ValueError: If a file is damaged, or is no checkpoint; if it lacks a parameter of the network, of the open
             window, or of the optimizer (all of the optimizer's, if it is from a training without accumulation); if one
-            has another shape; if the window cannot be finished here, because other
-            ranks' files are missing, micro-batches are weighted by another rule, or accumulators were sharded;
-            if the data set has another number of batches, or the batches that were seen do not divide by the number of
-            ranks; if the ranks' folders have no checkpoint in common, or files of which none can be read. Nothing has
-            changed then.
+            has another shape; if the window cannot be finished here, because other ranks' files are missing,
+            micro-batches are weighted by another rule, or accumulators were sharded; if the data set has other samples
+            in an epoch, or those that were seen, or those of an open window, do not divide by a batch of all ranks; if
+            the ranks' folders have no checkpoint in common, or files of which none can be read. Nothing has changed
+            then.
         RuntimeError: If the checkpoint is in a window, and the step was compiled for windows of one batch.
 
     Supported Platforms:
@@ -130,7 +135,11 @@ def resume(
             ranks = step.run_record.ranks if resumes_windows else group_size_or_1()
             read = functools.partial(_read, step, optimizer=optimizer)
             paths = newest_checkpoint(folder, ranks, read, in_windows=resumes_windows)
-        return _go_on(step, paths, data_set, optimizer) if paths else 0
+        if paths:
+            return _go_on(step, paths, data_set, optimizer)
+    if data_set is not None and counts_quickly(data_set):
+        step.run_record.note_data_set(epoch_of(data_set, step.run_record.ranks))
+    return 0
 
 
 def _go_on(step: Any, paths: Sequence[Path], data_set: Any, optimizer: bool) -> int:
@@ -138,17 +147,15 @@ def _go_on(step: Any, paths: Sequence[Path], data_set: Any, optimizer: bool) -> 
     _refuse_rate_factor(files)
     record = step.run_record
     values = of_rank(files, record.rank, record.ranks)
-    if data_set is not None:
-        _check_data_set(files, values, data_set, record.ranks)
-    values = _counted_here(values, origin(files[0][1])[1], record.ranks)
-    if isinstance(step, GradAccumulator) and optimizer:
-        _warn_of_schedulers(step, values)
     batches = int(values.get(own("window_position"), 0))
     if batches:
         rank, ranks = origin(values)
         record.check(True, batches, rank, ranks, int(values[own("window_rule")]), int(values[own("configured_steps")]))
-        if isinstance(step, TrainOneStepWithGradAccumulationCell):
-            step.let_windows_span_batches()
+    values = counted_here(files, values, record, data_set)
+    if isinstance(step, GradAccumulator) and optimizer:
+        _warn_of_schedulers(step, values)
+    if isinstance(step, TrainOneStepWithGradAccumulationCell) and batches:
+        step.let_windows_span_batches()
     step.load(values)
     if data_set is None:
         return 0
@@ -242,31 +249,3 @@ def _warn_of_schedulers(accumulator: GradAccumulator, values: Values) -> None:
         f"For 'resume', the checkpoint {problem}. Give GradAccumulator(..., scheduler=...) when it is saved and when "
         f"it is loaded."
     )
-
-
-def _counted_here(values: Values, saved_ranks: int, ranks: int) -> Values:
-    """The values, with the batches of the present number of ranks, which the next checkpoint is of: those that each
-    rank has seen, and those of an epoch (0, for unknown, if they do not divide)."""
-    seen, epoch = own("batch_count"), own("epoch_batches")
-    here = {name: values[name] * saved_ranks // ranks for name in (seen, epoch) if name in values}
-    if epoch in here and (values[epoch] * saved_ranks % ranks).any():
-        here[epoch] = values[epoch] * 0
-    return values | {name: np.array(value, values[name].dtype) for name, value in here.items()}
-
-
-def _check_data_set(files: list[tuple[Path, Values]], values: Values, data_set: Any, ranks: int) -> None:
-    """Check that the data set goes on after the batches that each rank has seen."""
-    saved_ranks, batches = origin(files[0][1])[1], int(values.get(own("batch_count"), 0))
-    size, saved_size = data_set.get_dataset_size(), int(values.get(own("epoch_batches"), 0))
-    if saved_size and saved_size * saved_ranks != size * ranks:
-        raise ValueError(
-            f"For 'resume', the data set must have the batches that it had, but got {size} an epoch on each of "
-            f"{ranks} rank(s), where the checkpoint has {saved_size} on each of {saved_ranks}."
-        )
-    seen = {int(other.get(own("batch_count"), 0)) for _, other in files}
-    if saved_ranks != ranks and (len(seen) > 1 or batches * saved_ranks % ranks):
-        raise ValueError(
-            f"For 'resume', the batches that were seen must divide by the number of ranks, but got {sorted(seen)} on "
-            f"each of {saved_ranks} rank(s), and now {ranks}. Resume on a number that divides them, or without "
-            f"'data_set', which then begins anew."
-        )

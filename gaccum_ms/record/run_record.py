@@ -13,6 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+from gaccum_ms.backend.data_sets import EpochOfRank
 from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, overwrite_changed, own
 from gaccum_ms.distributed.layout import rank_and_ranks
 
@@ -20,12 +21,25 @@ if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
     from gaccum_ms.options.options import Options
 
+SAME_ON_ALL_RANKS, OTHER_ON_OTHER_RANKS = 1, 2  # the order of a data set's samples; 0: not known
+# Checkpoints of earlier versions lack these.
+OF_DATA_SET = {own(name) for name in ("epoch_samples", "batch_samples", "sample_order")}
 RULES = ("samples", "counts", "sums", "batches")  # how micro-batches are weighted; "batches": equally
 
 
 def rule_of(options: Options) -> str:
     """How a step weights its micro-batches."""
     return "counts" if options.counts_items else "samples" if options.loss_is_mean else "sums"
+
+
+def numbers_of(epoch: EpochOfRank) -> dict[str, int]:
+    """What the record has of a data set, by name."""
+    return {
+        "epoch_batches": epoch.batches,
+        "epoch_samples": epoch.samples,
+        "batch_samples": epoch.batch_samples,
+        "sample_order": OTHER_ON_OTHER_RANKS if epoch.order else SAME_ON_ALL_RANKS,
+    }
 
 
 class RunRecord(nn.Cell):
@@ -55,23 +69,37 @@ class RunRecord(nn.Cell):
         self.window_origin = of_this_rank(own("window_origin"), ms.Tensor([self.rank, self.ranks], ms.int32))
         self.window_rule = counter("window_rule", RULES.index(self.rules[0]))
         self.configured_steps = counter("configured_steps", accumulation_steps)
-        self.epoch_batches = counter("epoch_batches")  # of the last ms.Model.train
+        # Of the data set of the last ms.Model.train or resume; 0: not known.
+        self.epoch_batches = counter("epoch_batches")
+        self.epoch_samples = of_this_rank(own("epoch_samples"), ms.Tensor(0, ms.int64))
+        self.batch_samples = counter("batch_samples")
+        self.sample_order = counter("sample_order")
+        self.seen_samples = 0  # in the largest batch, where no data set is known
         self.random_state = of_this_rank(own("random_state"), ms.get_rng_state())
 
     def extend_repr(self) -> str:
         return f"reduction={self.reduction!r}, weighs by {' or '.join(self.rules)}"
 
-    def begin_training(self, epoch_batches: int) -> None:
-        """Called when an `ms.Model.train` begins."""
-        overwrite(self.epoch_batches, ms.Tensor(epoch_batches, ms.int32))
+    def note_data_set(self, epoch: EpochOfRank) -> None:
+        """Note the data set that is trained on."""
+        for name, value in numbers_of(epoch).items():
+            parameter = getattr(self, name)
+            overwrite_changed(parameter, ms.Tensor(value, parameter.dtype))
+
+    def note_batch(self, samples: int) -> None:
+        """Note a batch, which may come from no data set that is known here."""
+        self.seen_samples = max(self.seen_samples, samples)
 
     def end_training(self) -> None:
         """Called when it has ended."""
         self.training_ended = True
 
-    def keep_random_state(self) -> None:
-        """Keep the default generator's state for the next checkpoint."""
+    def keep_state(self) -> None:
+        """Keep for the next checkpoint what is not in Parameters: the default generator's state, and the samples of a
+        batch."""
         overwrite_changed(self.random_state, ms.get_rng_state())
+        if self.seen_samples and not int(self.batch_samples.asnumpy()):
+            overwrite(self.batch_samples, ms.Tensor(self.seen_samples, ms.int32))
 
     def note_load(self) -> None:
         """Note that an open window's Parameters were written."""
@@ -91,6 +119,7 @@ class RunRecord(nn.Cell):
         """Load a checkpoint's values into `cell` , by name; `resume` has checked them. If a checkpoint of another kind
         of training lacks window and counts, they start from zero."""
         values = {own("batch_count"): np.array(0), own("update_count"): np.array(0), **values}
+        self.seen_samples = 0
         if window is not None:
             window.reset_eagerly()
             values = window.accumulators.adapt(values)

@@ -363,6 +363,7 @@ class GradAccumulator(nn.Cell):
             calls.look()
             if samples is not None:
                 count, rule = ms.Tensor(samples, ms.float32), SAMPLES
+                self.run_record.note_batch(samples)
         self._begin_call()
         check_rule(rule, int(self.run_record.window_rule.asnumpy()), self.window.batches, count)
         self._records.begin(self)

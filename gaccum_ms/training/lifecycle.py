@@ -91,7 +91,7 @@ class Lifecycle:
     def prepare_save(self) -> None:
         """Before a checkpoint is saved: copy state outside of Parameters into them, which no two may share a name."""
         self.refresh_names()
-        self._record.keep_random_state()
+        self._record.keep_state()
         if isinstance(self._update.optimizer, ShardedOptimizer):
             self._update.optimizer.prepare_save()
 

@@ -207,6 +207,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         # A string, because graph mode must be able to raise it.
         self._not_one_graph = str(compatibility.refused(IN_ONE_GRAPH, "GradAccumulationCell", setup) or "")
         self._jit, self._ranks_agree = bool(options.jit), not self.reducer_flag
+        self._axis = options.first_axis
         graphs.check_compilable("GradAccumulationCell", self._jit, "count", options.counts)
         graphs.check_compilable("GradAccumulationCell", self._jit, "transforms", options.transforms)
         self.window_position = counter("window_position")
@@ -375,7 +376,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
 
     def keep_records(self) -> None:
         """Let a checkpoint have all records, also one of a Cell around the step, as with data sinking."""
-        self.run_record.keep_random_state()
+        self.run_record.keep_state()
         if self._unrolled:
             auto_parallel.save_records(self)
 
@@ -412,6 +413,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             explain_sparse_gradients(error)
             raise
         self._counts.check(batch)
+        shape = getattr(batch.inputs[0], "shape", ())
+        self.run_record.note_batch(shape[self._axis] if self._axis < len(shape) else 1)
         return outputs
 
     def micro_batches_of(self, batch: Sequence[ms.Tensor]) -> Sequence[Sequence[ms.Tensor]]:

@@ -1,0 +1,239 @@
+"""The counts of a checkpoint on other ranks: arithmetic. test_fewer_ranks.py shows it on real ranks."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+
+from gaccum_ms import GradAccumulator, resume
+from gaccum_ms.accumulation.sums import BATCHES, SUMS
+from gaccum_ms.backend.data_sets import epoch_of
+from gaccum_ms.backend.parameters import own
+from gaccum_ms.checkpoint.other_ranks import counted_here
+from gaccum_ms.record.run_record import RULES, numbers_of
+
+SAMPLES = 48
+
+
+def slices(batch: int, ranks: int, samples: int = SAMPLES, **options: Any) -> Any:
+    rows = np.arange(samples, dtype=np.float32)
+    options = {"shuffle": False, "num_shards": ranks, "shard_id": 0, **options}
+    return NumpySlicesDataset((rows,), ["x"], **options).batch(batch)
+
+
+def checkpoint(ranks: int, steps: int, seen: int, data_set: Any = None, rule: str = "samples", **others: int) -> Any:
+    """The values of a checkpoint of each rank after `seen` batches, in windows of `steps` ."""
+    values = {
+        "batch_count": seen,
+        "window_position": seen % steps,
+        "window_steps": steps,
+        "accumulation_steps": steps,
+        "configured_steps": steps,
+        "rate_steps": steps,
+        "window_rule": RULES.index(rule),
+        **(numbers_of(epoch_of(data_set, ranks)) if data_set is not None else {}),
+        **others,
+    }
+    arrays = {own(name): np.array(value, np.int32) for name, value in values.items()}
+    sums = np.zeros(SUMS + 1, np.float32)
+    sums[BATCHES] = seen % steps
+    return arrays | {own("window_sums"): sums, own("window_origin"): np.array([0, ranks])}
+
+
+def counted(values: Any, ranks: int, steps: int, data_set: Any) -> Any:
+    record: Any = SimpleNamespace(ranks=ranks, own_steps=steps)
+    got = counted_here([(Path("net.ckpt"), values)], values, record, data_set)
+    return {name: int(got[own(name)]) for name in ("batch_count", "window_position", "window_steps", "rate_steps")} | {
+        "added": int(got[own("window_sums")][BATCHES]),
+        "accumulation_steps": int(got[own("accumulation_steps")]),
+        "epoch_batches": int(got[own("epoch_batches")]),
+    }
+
+
+def warning_of(*arguments: Any) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        counted(*arguments)
+    assert len(caught) <= 1
+    return str(caught[0].message) if caught else ""
+
+
+# Eight samples are in a batch of all ranks, or two of each rank; an update has sixteen. So an epoch has three updates.
+FORMS = {"larger batches": lambda ranks: (8 // ranks, 2), "more batches": lambda ranks: (2, 8 // ranks)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("saved", "ranks"), [(2, 1), (4, 1), (4, 2), (1, 2), (2, 4), (2, 2)])
+def test_other_ranks_go_on_at_the_same_sample_of_the_same_window(form, saved, ranks):
+    """Half a window after the first epoch, without a warning."""
+    batch, steps = FORMS[form](saved)
+    seen = (SAMPLES + 8) // (saved * batch)
+    values = checkpoint(saved, steps, seen, slices(batch, saved))
+    batch, steps = FORMS[form](ranks)
+    assert counted(values, ranks, steps, slices(batch, ranks)) == {
+        "batch_count": (SAMPLES + 8) // (ranks * batch),
+        "window_position": steps // 2,
+        "added": steps // 2,
+        "window_steps": steps,
+        "accumulation_steps": steps,
+        "rate_steps": steps,
+        "epoch_batches": SAMPLES // (ranks * batch),
+    }
+
+
+def test_one_form_may_follow_the_other():
+    values = checkpoint(2, 2, 3, slices(4, 2))
+    got = counted(values, 1, 4, slices(4, 1))
+    assert (got["batch_count"], got["window_position"], got["window_steps"]) == (6, 2, 4)
+
+
+def test_a_number_of_batches_that_a_schedule_has_set_is_that_of_all_ranks():
+    values = checkpoint(2, 4, 8, slices(2, 2), accumulation_steps=6, rate_steps=6)
+    got = counted(values, 1, 8, slices(2, 1))
+    assert (got["accumulation_steps"], got["rate_steps"]) == (12, 12)
+
+
+@pytest.mark.parametrize(("seen", "position"), [(3, 3), (4, 4), (5, 5)])
+def test_the_last_batch_of_an_epoch_may_be_smaller(seen, position):
+    """Twenty samples are batches of 8, 8 and 4, on two ranks as on one."""
+    values = checkpoint(2, 2, seen, slices(4, 2, 20))
+    assert counted(values, 1, 2, slices(8, 1, 20))["batch_count"] == position
+
+
+def test_a_smaller_last_batch_is_warned_of_where_windows_then_end_elsewhere():
+    values = checkpoint(2, 4, 4, slices(4, 2, 20))
+    warning = warning_of(values, 1, 8, slices(4, 1, 20))
+    assert "an epoch's 20 samples are no whole batches" in warning
+    with pytest.warns(UserWarning):
+        assert counted(values, 1, 8, slices(4, 1, 20))["batch_count"] == 5 + 2
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks", "steps", "data_set", "message"),
+    [
+        # A rank of four repeats samples, so that all have equally many.
+        (lambda: checkpoint(4, 2, 2, slices(2, 4, 42)), 2, 2, lambda: slices(4, 2, 42), "42 samples .*, and 44"),
+        (lambda: checkpoint(2, 2, 2, slices(4, 2)), 1, 2, lambda: slices(8, 1, 96), "got 12 .* 6 .*: 96 .*, and 48"),
+        # Sixteen samples are seen, and eight together.
+        (lambda: checkpoint(2, 1, 3, slices(2, 2)), 1, 2, lambda: slices(8, 1), r"\[3\] .*: 12 samples .*, and 8 in"),
+        # One batch of two is half a window of each of two ranks, and so a quarter of theirs.
+        (lambda: checkpoint(1, 4, 1), 2, 2, lambda: None, "'window_position' of 1, .* 0.5"),
+        (lambda: checkpoint(1, 8, 8, slices(2, 1), accumulation_steps=5), 2, 4, lambda: slices(2, 2), "'acc.* of 5"),
+    ],
+    ids=["samples that ranks repeat", "another data set", "batches", "window", "schedule"],
+)
+def test_what_does_not_divide_is_refused_with_both_numbers(values, ranks, steps, data_set, message):
+    with pytest.raises(ValueError, match=f"^For 'resume', .*{message}"):
+        counted(values(), ranks, steps, data_set())
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "message"),
+    [
+        (
+            lambda: checkpoint(2, 4, 4, slices(4, 2)),
+            lambda: (1, 4, slices(4, 1)),
+            "an update has 16 samples, 4 batch(es) of 4 on each of 1 rank(s), where it had 32 samples, 4 batch(es) of",
+        ),
+        (
+            lambda: checkpoint(2, 2, 4, slices(4, 2)),
+            lambda: (1, 2, slices(8, 1).shuffle(9)),
+            "'shuffle' orders the samples of each rank alone",
+        ),
+        (
+            lambda: checkpoint(1, 2, 4, slices(8, 1, num_shards=None, shard_id=None, shuffle=True)),
+            lambda: (2, 2, slices(4, 2, shuffle=True)),
+            "the data set of the run that saved had another order",
+        ),
+        (
+            lambda: checkpoint(2, 1, 4, epoch_batches=0),
+            lambda: (1, 1, slices(4, 1)),
+            "the checkpoint does not say how large a batch was",
+        ),
+    ],
+    ids=["update", "order", "order when saved", "nothing known"],
+)
+def test_one_warning_says_in_what_the_next_updates_differ(values, arguments, message):
+    assert message in warning_of(values(), *arguments())
+
+
+@pytest.mark.parametrize(
+    ("rule", "mean", "factor"),
+    [("samples", True, ""), ("samples", False, "0.5"), ("sums", True, "2"), ("sums", False, ""), ("counts", False, "")],
+)
+def test_a_gradient_that_grows_with_the_ranks_is_warned_of(rule, mean, factor):
+    """From four ranks to two: as in MindSpore's own step, ranks are averaged or summed, whatever the loss is."""
+    values = checkpoint(4, 2, 2, slices(2, 4), rule=rule)
+    older = values | {own("window_rule"): values[own("window_rule")] + len(RULES)}  # when sharded, once
+    mode, mean_before = (ms.get_auto_parallel_context(name) for name in ("parallel_mode", "gradients_mean"))
+    ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=mean)
+    try:
+        warning = warning_of(values, 2, 2, slices(4, 2))
+        assert warning_of(older, 2, 2, slices(4, 2)) == warning
+    finally:
+        ms.set_auto_parallel_context(parallel_mode=mode, gradients_mean=mean_before)
+    assert (f"gradients_mean={mean} makes their gradients {factor} times" in warning) == bool(factor)
+    assert bool(warning) == bool(factor)
+
+
+def test_a_checkpoint_of_an_older_version_goes_on_with_as_many_batches():
+    values = checkpoint(2, 4, 4, epoch_batches=6)
+    assert counted(values, 1, 8, slices(4, 1))["batch_count"] == 8
+    with pytest.raises(ValueError, match=r"got 6 an epoch on each of 1 rank\(s\), .* has 6 on each of 2: 6 batches"):
+        counted(values, 1, 4, slices(8, 1))
+
+
+def test_batches_that_the_source_itself_yields_are_known_by_what_the_step_saw():
+    def batches_of(size: int) -> Any:
+        return GeneratorDataset([(np.ones((size, 1)),)] * 6, ["x"], shuffle=False, num_shards=1, shard_id=0)
+
+    values = checkpoint(2, 2, 3, epoch_batches=6, batch_samples=4)
+    assert counted(values, 1, 2, batches_of(8))["batch_count"] == 3
+    with pytest.raises(ValueError, match="6 batches of all ranks, and 12"):
+        counted(values, 1, 2, batches_of(5))
+
+
+def test_a_loop_goes_on_by_the_samples_that_its_step_saw():
+    """No data set was named when it began, so that its epoch is taken to be the present one."""
+    values = checkpoint(2, 2, 7, epoch_batches=0, batch_samples=4)
+    assert counted(values, 1, 2, slices(8, 1))["batch_count"] == 7
+    assert counted(values, 1, 4, slices(4, 1))["batch_count"] == 14
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(8, (2, 8)), (4, (1, 4)), (3, (1, 4))])
+def test_without_a_data_set_the_number_of_batches_tells_the_form(steps, expected):
+    got = counted(checkpoint(2, 4, 1, epoch_batches=6), 1, steps, None)
+    assert (got["window_position"], got["window_steps"]) == expected
+    assert got["batch_count"] == 2
+
+
+@pytest.mark.usefixtures("pynative")
+def test_batches_that_weigh_alike_weigh_by_their_samples_on_other_ranks(tmp_path):
+    """Two ranks have added a batch of four each, and one adds a batch of eight."""
+
+    def make(data_set: Any, files: Any) -> tuple[GradAccumulator, ms.Parameter]:
+        weight = ms.Parameter(Tensor(np.zeros(3), ms.float32), name="weight")
+        accumulator = GradAccumulator(nn.SGD([weight], 1.0), 2)
+        resume(accumulator, files, data_set)
+        return accumulator, weight
+
+    gradients = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
+    files = [tmp_path / f"{rank}.ckpt" for rank in range(2)]
+    for rank, file in enumerate(files):
+        accumulator, _ = make(slices(4, 1, 24), tmp_path / "none")
+        accumulator((Tensor(gradients[rank]),))
+        accumulator.run_record.window_origin.set_data(Tensor([rank, 2], ms.int32))
+        ms.save_checkpoint(accumulator, str(file))
+    accumulator, weight = make(slices(8, 1), files)
+    assert int(accumulator.batch_count.asnumpy()) == 1
+    assert accumulator((Tensor(gradients[2]),))
+    expected = -(gradients[:2].mean(axis=0) + gradients[2]) / 2
+    np.testing.assert_allclose(weight.asnumpy(), expected, rtol=1e-5)

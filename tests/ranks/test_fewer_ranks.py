@@ -1,0 +1,81 @@
+"""Fewer ranks, and more, that go on with the same samples in each update: real processes, compared with a training that
+nothing interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.ranks.fewer_ranks_worker import FORMS, SEEN, SOURCES, UPDATES, go_on, train_and_save
+from tests.support.reference import relative_error
+from tests.support.two_ranks import Results, case
+
+pytestmark = pytest.mark.distributed
+# The first has each form, each source and each place once; the others are in breadth.
+PAIRS = [("larger batches", "slices"), ("more batches", "generator"), ("larger batches", "generator")]
+PAIRS += [("more batches", "slices")]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_pair, out) -> list[Results]:
+    return rank_pair.worker("tests.ranks.fewer_ranks_worker", out)
+
+
+@pytest.fixture(scope="module")
+def alone(out):
+    """The results of one process that nothing interrupts, and its checkpoints."""
+    made: dict[tuple[str, str], Results] = {}
+
+    def train(form: str, source: str) -> Results:
+        if (form, source) not in made:
+            made[form, source] = train_and_save(out, form, source, 0, 1)
+        return made[form, source]
+
+    return train
+
+
+def samples_of_updates(*ranks: Results) -> list[list[float]]:
+    rows = np.concatenate([results["seen"] for results in ranks])
+    return [sorted(rows[rows[:, 0] == update, 1]) for update in np.unique(rows[:, 0])]
+
+
+def assert_same_updates(got: list[Results], unbroken: list[Results], seen: int) -> None:
+    """The later updates have the same samples, to the last one, and the weights are equal to rounding."""
+    for results in got:
+        assert results["updates"] == unbroken[0]["updates"] == UPDATES
+        assert relative_error(results["weights"], unbroken[0]["weights"]) < 1e-5
+    expected = samples_of_updates(*unbroken)[seen // 16 :]
+    here = samples_of_updates(*got)
+    assert len(here) == len(expected)
+    assert here[1:] == expected[1:]
+    assert set(here[0]) <= set(expected[0])  # the update whose window was open
+    assert len(here[0]) == 16 - seen % 16
+
+
+@pytest.mark.core("in mid-window-larger batches-slices", "in the second epoch-more batches-generator")
+@pytest.mark.parametrize(("form", "source"), PAIRS, ids=lambda word: word)
+@pytest.mark.parametrize("place", SEEN)
+def test_one_process_goes_on_from_two_ranks_as_if_not_interrupted(out, ranks, place, form, source, pynative):
+    unbroken = [case(results, f"two ranks, {form}, {source}") for results in ranks]
+    got = go_on(out, form, source, SEEN[place], 2, 0, 1)
+    assert_same_updates([got], unbroken, SEEN[place])
+
+
+@pytest.mark.core("between windows-more batches-slices", "in mid-window-larger batches-generator")
+@pytest.mark.parametrize(("form", "source"), PAIRS, ids=lambda word: word)
+@pytest.mark.parametrize("place", SEEN)
+def test_two_ranks_go_on_from_one_process_as_if_not_interrupted(ranks, alone, place, form, source, pynative):
+    unbroken = alone(form, source)
+    got = [case(results, f"from one, {form}, {source}, {place}") for results in ranks]
+    assert_same_updates(got, [unbroken], SEEN[place])
+
+
+def test_both_forms_and_sources_are_tried_with_each_other():
+    assert {(form, source) for form in FORMS for source in SOURCES} == set(PAIRS)
