@@ -7,7 +7,7 @@ import pytest
 
 from tests.end_to_end.long_training import EPOCH, STEPS, compare, differences, random_kills
 
-BATCHES, KILLS, UPDATES = 6 * EPOCH, 3, 25
+BATCHES, KILLS, UPDATES = 4 * EPOCH, 2, 25
 
 
 @pytest.fixture(scope="module")
