@@ -66,7 +66,7 @@ def combined(
     open_window = None
     if kinds.open_window is not None:
         steps = options.accumulation_steps
-        open_window = kinds.open_window("GradAccumulationCell", store, weighing.reduction, position, steps)
+        open_window = kinds.open_window("GradAccumulationCell", store, weighing.reduction, position, steps, options.drops)
 
     def copy_of_weighing(number: int) -> nn.Cell | None:
         if not needs_copies(setup.network):

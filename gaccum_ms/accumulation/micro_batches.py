@@ -160,15 +160,15 @@ def add_up(part_of, part_of_last, sums, inputs, plan, start, loops, *arguments):
     return sums + part_of_last(*arguments, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
 
 
-def add_up_and_join(part_of_first, part_of, part_of_last, is_first, inputs, plan, output_axes, *arguments):
-    """As `add_up` , if ``part_of(is_first, *arguments, rows, *micro_batch)`` returns a part of the sums and a
-    micro-batch's outputs. Returns the sums and the batch's outputs. `output_axes` : UNCUT for those that all
+def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, output_axes, *arguments):
+    """As `add_up` , for weighings whose ``run_and_add(is_first, *arguments, rows, *micro_batch)`` returns a part of the
+    sums and a micro-batch's outputs. Returns the sums and the batch's outputs. `output_axes` : UNCUT for those that all
     micro-batches share; others have samples on axis 0, or shape ()."""
     samples, size, looped, rest, axes = plan[SAMPLES], plan[SIZE], plan[LOOPED], plan[REST], plan[AXES]
     # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
     # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
     start = ms.Tensor(0, ms.int32)
-    first = part_of_first(is_first, *arguments, size, *take(inputs, start, size, axes))
+    first = of_first.run_and_add(is_first, *arguments, size, *take(inputs, start, size, axes))
     # Each output is as long as the batch, with the first micro-batch's rows at its end. An iteration appends its rows
     # and removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a tuple of
     # equal shapes that a loop carries.
@@ -182,10 +182,20 @@ def add_up_and_join(part_of_first, part_of, part_of_last, is_first, inputs, plan
         while state[0] < looped:
             rows = rows_from(state[0], plan)
             micro_batch = take(inputs, state[0], rows, axes)
-            state = _following(state, part_of(False, *arguments, rows, *micro_batch), rows, output_axes)
+            if not of_loop.leaves_out:
+                part = of_loop.run_and_add(False, *arguments, rows, *micro_batch)
+            else:
+                ran, gradients = of_loop.run(*arguments, rows, of_loop.count_before(micro_batch), *micro_batch)
+                sums = of_loop.rejected(ran)
+                takes = of_loop.takes(ran, gradients)
+                while takes:  # once or not at all
+                    sums = of_loop.added(False, arguments[0], ran, gradients)
+                    takes = ms.Tensor(False)
+                part = of_loop.with_outputs(sums, ran)
+            state = _following(state, part, rows, output_axes)
     if rest > 0:
         state = _following(
-            state, part_of_last(False, *arguments, rest, *take_rest(inputs, looped, axes)), rest, output_axes
+            state, of_last.run_and_add(False, *arguments, rest, *take_rest(inputs, looped, axes)), rest, output_axes
         )
     return state[1], state[2:]
 

@@ -178,14 +178,10 @@ class Window(nn.Cell):
     def accumulate(self, inputs, plan, scale, seed_per_item):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
-            parts_of = (
-                self.weighing_of_first.run_and_add,
-                self.weighing_of_loop.run_and_add,
-                self.weighing_of_rest.run_and_add,
-            )
+            weighings = self.weighing_of_first, self.weighing_of_loop, self.weighing_of_rest
             axes = self.micro_step.axes or ()
             sums, outputs = micro_batches.add_up_and_join(
-                *parts_of, self.records_noise, inputs, plan, axes, seed_per_item, ()
+                *weighings, self.records_noise, inputs, plan, axes, seed_per_item, ()
             )
             return sums, self.means(outputs, sums, scale, seed_per_item)
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), seed_per_item, inputs, plan)
@@ -200,6 +196,9 @@ class Window(nn.Cell):
             start = start + size
             loops = plan[micro_batches.LOOPED] > size
         part_of, part_of_last = self.weighing_of_loop.run_and_add, self.weighing_of_rest.run_and_add
+        if self.weighing.leaves_out and loops:
+            sums = self.weighing_of_loop.add_up(sums, inputs, plan, start, seed_per_item, prepared)
+            loops = False
         return micro_batches.add_up(
             part_of, part_of_last, sums, inputs, plan, start, loops, False, seed_per_item, prepared
         ), ()
