@@ -168,7 +168,17 @@ def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, output_a
     # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
     # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
     start = ms.Tensor(0, ms.int32)
-    first = of_first.run_and_add(is_first, *arguments, size, *take(inputs, start, size, axes))
+    micro_batch = take(inputs, start, size, axes)
+    if not of_first.leaves_out:
+        first = of_first.run_and_add(is_first, *arguments, size, *micro_batch)
+    else:
+        ran, gradients = of_first.run(*arguments, size, of_first.count_before(micro_batch), *micro_batch)
+        sums = of_first.rejected(ran)
+        takes = of_first.takes(ran, gradients)
+        while takes:  # once or not at all, here and in the loop: see the rules at the head of step.py
+            sums = of_first.added(is_first, arguments[0], ran, gradients)
+            takes = ms.Tensor(False)
+        first = of_first.with_outputs(sums, ran)
     # Each output is as long as the batch, with the first micro-batch's rows at its end. An iteration appends its rows
     # and removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a tuple of
     # equal shapes that a loop carries.
@@ -188,7 +198,7 @@ def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, output_a
                 ran, gradients = of_loop.run(*arguments, rows, of_loop.count_before(micro_batch), *micro_batch)
                 sums = of_loop.rejected(ran)
                 takes = of_loop.takes(ran, gradients)
-                while takes:  # once or not at all
+                while takes:
                     sums = of_loop.added(False, arguments[0], ran, gradients)
                     takes = ms.Tensor(False)
                 part = of_loop.with_outputs(sums, ran)

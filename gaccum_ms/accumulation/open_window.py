@@ -39,7 +39,7 @@ class OpenWindow(nn.Cell):
         reduction: CountedReduction,
         position: ms.Parameter,
         accumulation_steps: int,
-        drops: bool,
+        drops: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.owner = owner

@@ -57,10 +57,10 @@ class ByCountsOfEach(nn.Cell):
     def zero_sums(self):
         return ops.zeros((self.number,), ms.float32)
 
-    def add_up(self, sums, inputs, plan, start, seed_per_item, prepared):
-        """The loop over a batch's micro-batches from sample `start` on. An inner loop runs once or not at all: see the
-        rules at the head of step.py."""
-        while start < plan[micro_batches.LOOPED]:
+    def add_up(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
+        """The loop over a batch's micro-batches from sample `start` to `end` . An inner loop runs once or not at all:
+        see the rules at the head of step.py."""
+        while start < end:
             rows = micro_batches.rows_from(start, plan)
             micro_batch = micro_batches.take(inputs, start, rows, plan[micro_batches.AXES])
             items = self.counting.of(*micro_batch)

@@ -146,11 +146,11 @@ class ByCounts(nn.Cell):
     def zero_sums(self):
         return ms.Tensor([0.0, 0.0, 0.0], ms.float32)
 
-    def add_up(self, sums, inputs, plan, start, seed_per_item, prepared):
-        """The loop over a batch's micro-batches from sample `start` on. An inner loop runs once or not at all: see the
-        rules at the head of step.py."""
+    def add_up(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
+        """The loop over a batch's micro-batches from sample `start` to `end` . An inner loop runs once or not at all:
+        see the rules at the head of step.py."""
         axes = plan[micro_batches.AXES]
-        while start < plan[micro_batches.LOOPED]:
+        while start < end:
             rows = micro_batches.rows_from(start, plan)
             micro_batch = micro_batches.take(inputs, start, rows, axes)
             count = self.count_before(micro_batch)
@@ -159,12 +159,12 @@ class ByCounts(nn.Cell):
             while runs:
                 ran, gradients = self.run(seed_per_item, prepared, rows, count, *micro_batch)
                 if not self.judges:
-                    part = self.added(False, seed_per_item, ran, gradients)
+                    part = self.added(is_first, seed_per_item, ran, gradients)
                 else:
                     part = self.rejected(ran)
                     takes = self.takes(ran, gradients)
                     while takes:
-                        part = self.added(False, seed_per_item, ran, gradients)
+                        part = self.added(is_first, seed_per_item, ran, gradients)
                         takes = ms.Tensor(False)
                 runs = ms.Tensor(False)
             sums = sums + part
@@ -175,9 +175,7 @@ class ByCounts(nn.Cell):
         """One micro-batch, outside of a loop."""
         count = self.count_before(micro_batch)
         part = self.left_out(count)
-        if not self.may_not_run:
-            part = self.run_and_judge(is_first, seed_per_item, prepared, size, count, *micro_batch)
-        elif self.runs(count):
+        if not self.may_not_run or self.runs(count):
             part = self.run_and_judge(is_first, seed_per_item, prepared, size, count, *micro_batch)
         return part
 
