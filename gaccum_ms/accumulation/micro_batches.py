@@ -189,25 +189,33 @@ def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, output_a
             output = ops.gather(output, _rows_at_end(samples, size), 0)
         state = (*state, output)
     if isinstance(size, ms.Tensor) or looped > size:
-        while state[0] < looped:
-            rows = rows_from(state[0], plan)
-            micro_batch = take(inputs, state[0], rows, axes)
-            if not of_loop.leaves_out:
-                part = of_loop.run_and_add(False, *arguments, rows, *micro_batch)
-            else:
-                ran, gradients = of_loop.run(*arguments, rows, of_loop.count_before(micro_batch), *micro_batch)
-                sums = of_loop.rejected(ran)
-                takes = of_loop.takes(ran, gradients)
-                while takes:
-                    sums = of_loop.added(False, arguments[0], ran, gradients)
-                    takes = ms.Tensor(False)
-                part = of_loop.with_outputs(sums, ran)
-            state = _following(state, part, rows, output_axes)
+        if of_loop.leaves_out:
+            state = _joined_of_taken(of_loop, state, inputs, plan, output_axes, *arguments)
+        else:
+            while state[0] < looped:
+                rows = rows_from(state[0], plan)
+                part = of_loop.run_and_add(False, *arguments, rows, *take(inputs, state[0], rows, axes))
+                state = _following(state, part, rows, output_axes)
     if rest > 0:
         state = _following(
             state, of_last.run_and_add(False, *arguments, rest, *take_rest(inputs, looped, axes)), rest, output_axes
         )
     return state[1], state[2:]
+
+
+def _joined_of_taken(weighing, state, inputs, plan, output_axes, *arguments):
+    """The loop, for micro-batches that may be left out after they ran."""
+    while state[0] < plan[LOOPED]:
+        rows = rows_from(state[0], plan)
+        micro_batch = take(inputs, state[0], rows, plan[AXES])
+        ran, gradients = weighing.run(*arguments, rows, weighing.count_before(micro_batch), *micro_batch)
+        sums = weighing.rejected(ran)
+        takes = weighing.takes(ran, gradients)
+        while takes:
+            sums = weighing.added(False, arguments[0], ran, gradients)
+            takes = ms.Tensor(False)
+        state = _following(state, weighing.with_outputs(sums, ran), rows, output_axes)
+    return state
 
 
 def _following(state, part, rows, output_axes):

@@ -146,9 +146,13 @@ class ByCounts(nn.Cell):
     def zero_sums(self):
         return ms.Tensor([0.0, 0.0, 0.0], ms.float32)
 
-    def add_up(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
+    def add_up(self, *arguments):
         """The loop over a batch's micro-batches from sample `start` to `end` . An inner loop runs once or not at all:
         see the rules at the head of step.py."""
+        return self.add_up_taken(*arguments) if self.judges else self.add_up_counted(*arguments)
+
+    def add_up_counted(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
+        """For micro-batches that may be left out before they run."""
         axes = plan[micro_batches.AXES]
         while start < end:
             rows = micro_batches.rows_from(start, plan)
@@ -158,14 +162,28 @@ class ByCounts(nn.Cell):
             runs = self.runs(count)
             while runs:
                 ran, gradients = self.run(seed_per_item, prepared, rows, count, *micro_batch)
-                if not self.judges:
+                part = self.added(is_first, seed_per_item, ran, gradients)
+                runs = ms.Tensor(False)
+            sums = sums + part
+            start = start + rows
+        return sums
+
+    def add_up_taken(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
+        """For micro-batches that may be left out after they ran too."""
+        axes = plan[micro_batches.AXES]
+        while start < end:
+            rows = micro_batches.rows_from(start, plan)
+            micro_batch = micro_batches.take(inputs, start, rows, axes)
+            count = self.count_before(micro_batch)
+            part = self.left_out(count)
+            runs = self.runs(count)
+            while runs:
+                ran, gradients = self.run(seed_per_item, prepared, rows, count, *micro_batch)
+                part = self.rejected(ran)
+                takes = self.takes(ran, gradients)
+                while takes:
                     part = self.added(is_first, seed_per_item, ran, gradients)
-                else:
-                    part = self.rejected(ran)
-                    takes = self.takes(ran, gradients)
-                    while takes:
-                        part = self.added(is_first, seed_per_item, ran, gradients)
-                        takes = ms.Tensor(False)
+                    takes = ms.Tensor(False)
                 runs = ms.Tensor(False)
             sums = sums + part
             start = start + rows

@@ -27,13 +27,15 @@ in it. The loop's body is compiled once, so compile time and memory do not grow 
 * Values are carried as ``a = a + b`` : ``a += b`` would write into a constant Tensor of the compiled graph.
 * `ops.depend` orders side effects.
 * Python values decide, at compile time, what depends on shapes and options.
-* An ``if`` on a Tensor decides what depends on data. The skipped branch costs nothing. But MindSpore's runtime loses
-  memory, at each call and for ever (2.7.2 to 2.10; tests/training/test_memory_growth.py), with
-  - an ``if`` on a Tensor within a ``while`` , also in a function that the loop calls. Write an inner ``while`` that runs
-    once or not at all, in the same function as the loop: ``while takes: ...; takes = ms.Tensor(False)`` .
-  - a branch that does not run at each call and passes values that it computed to a branch within it. Make one branch of
-    both, or a graph of the outer one, which Python calls (`WindowEnd` ).
-  - an input of a graph with a branch that only `ops.depend` uses. Let a kernel use it.
+* An ``if`` on a Tensor decides what depends on data. The skipped branch costs nothing. But some forms make MindSpore's
+  runtime (2.7.2 to 2.10) lose memory at each call, for ever; tests/training/test_memory_growth.py watches all kinds:
+
+      an ``if`` on a Tensor within a loop, also in a function that the loop calls: write an inner ``while`` that runs
+      once or not at all, in the same function as the loop, and not within an ``if`` on a constant
+      a branch that does not run at each call, and passes values that it computed to a branch within it: make one branch
+      of both, or give the outer one a graph that Python calls (`WindowEnd` )
+      an input of a graph with a branch that only `ops.depend` uses: let a kernel use it
+
 * No global that a method uses has the name of a method of its class: graph mode would use the method.
 """
 
