@@ -65,8 +65,8 @@ def combined(
     weighing = kinds.weighing(parts)
     open_window = None
     if kinds.open_window is not None:
-        steps = options.accumulation_steps
-        open_window = kinds.open_window("GradAccumulationCell", store, weighing.reduction, position, steps)
+        of_window = store, weighing.reduction, position, options.accumulation_steps, options.drops
+        open_window = kinds.open_window("GradAccumulationCell", *of_window)
 
     def copy_of_weighing(number: int) -> nn.Cell | None:
         if not needs_copies(setup.network):

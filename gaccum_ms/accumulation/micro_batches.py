@@ -160,15 +160,25 @@ def add_up(part_of, part_of_last, sums, inputs, plan, start, loops, *arguments):
     return sums + part_of_last(*arguments, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
 
 
-def add_up_and_join(part_of_first, part_of, part_of_last, is_first, inputs, plan, output_axes, *arguments):
-    """As `add_up` , if ``part_of(is_first, *arguments, rows, *micro_batch)`` returns a part of the sums and a
-    micro-batch's outputs. Returns the sums and the batch's outputs. `output_axes` : UNCUT for those that all
+def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, output_axes, *arguments):
+    """As `add_up` , for weighings whose ``run_and_add(is_first, *arguments, rows, *micro_batch)`` returns a part of the
+    sums and a micro-batch's outputs. Returns the sums and the batch's outputs. `output_axes` : UNCUT for those that all
     micro-batches share; others have samples on axis 0, or shape ()."""
     samples, size, looped, rest, axes = plan[SAMPLES], plan[SIZE], plan[LOOPED], plan[REST], plan[AXES]
     # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
     # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
     start = ms.Tensor(0, ms.int32)
-    first = part_of_first(is_first, *arguments, size, *take(inputs, start, size, axes))
+    micro_batch = take(inputs, start, size, axes)
+    if not of_first.leaves_out:
+        first = of_first.run_and_add(is_first, *arguments, size, *micro_batch)
+    else:
+        ran, gradients = of_first.run(*arguments, size, of_first.count_before(micro_batch), *micro_batch)
+        sums = of_first.rejected(ran)
+        takes = of_first.takes(ran, gradients)
+        while takes:  # once or not at all, here and in the loop: see the rules at the head of step.py
+            sums = of_first.added(is_first, arguments[0], ran, gradients)
+            takes = ms.Tensor(False)
+        first = of_first.with_outputs(sums, ran)
     # Each output is as long as the batch, with the first micro-batch's rows at its end. An iteration appends its rows
     # and removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a tuple of
     # equal shapes that a loop carries.
@@ -179,15 +189,33 @@ def add_up_and_join(part_of_first, part_of, part_of_last, is_first, inputs, plan
             output = ops.gather(output, _rows_at_end(samples, size), 0)
         state = (*state, output)
     if isinstance(size, ms.Tensor) or looped > size:
-        while state[0] < looped:
-            rows = rows_from(state[0], plan)
-            micro_batch = take(inputs, state[0], rows, axes)
-            state = _following(state, part_of(False, *arguments, rows, *micro_batch), rows, output_axes)
+        if of_loop.leaves_out:
+            state = _joined_of_taken(of_loop, state, inputs, plan, output_axes, *arguments)
+        else:
+            while state[0] < looped:
+                rows = rows_from(state[0], plan)
+                part = of_loop.run_and_add(False, *arguments, rows, *take(inputs, state[0], rows, axes))
+                state = _following(state, part, rows, output_axes)
     if rest > 0:
         state = _following(
-            state, part_of_last(False, *arguments, rest, *take_rest(inputs, looped, axes)), rest, output_axes
+            state, of_last.run_and_add(False, *arguments, rest, *take_rest(inputs, looped, axes)), rest, output_axes
         )
     return state[1], state[2:]
+
+
+def _joined_of_taken(weighing, state, inputs, plan, output_axes, *arguments):
+    """The loop, for micro-batches that may be left out after they ran."""
+    while state[0] < plan[LOOPED]:
+        rows = rows_from(state[0], plan)
+        micro_batch = take(inputs, state[0], rows, plan[AXES])
+        ran, gradients = weighing.run(*arguments, rows, weighing.count_before(micro_batch), *micro_batch)
+        sums = weighing.rejected(ran)
+        takes = weighing.takes(ran, gradients)
+        while takes:
+            sums = weighing.added(False, arguments[0], ran, gradients)
+            takes = ms.Tensor(False)
+        state = _following(state, weighing.with_outputs(sums, ran), rows, output_axes)
+    return state
 
 
 def _following(state, part, rows, output_axes):

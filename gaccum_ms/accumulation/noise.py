@@ -48,18 +48,13 @@ class NoiseRecord(nn.Cell):
     def note(self, gradients, seed_per_item, items):
         """Note the first micro-batch's norm, if the batch is its window's first. `gradients` : the gradients of its
         mean loss, times its items and `seed_per_item` ."""
-        items_noted = items
-        if not self.spans_batches:
-            items_noted = self.keep_first(gradients, seed_per_item, items)
-        elif ops.depend(self.window_position, seed_per_item) + 0 == 1:
-            items_noted = ops.depend(items, self.keep_first(gradients, seed_per_item, items))
-        return items_noted
-
-    def keep_first(self, gradients, seed_per_item, items):
         # One that counts nothing is the mean of nothing, which has no norm.
         times_items = counts.ratio_or_zero(norms.square_norm(gradients) / (seed_per_item * seed_per_item), items)
-        is_counted = ops.cast(items > 0, ms.float32)
-        return ops.assign(self.window_first, ops.stack((times_items, is_counted, items)))
+        noted = ops.stack((times_items, ops.cast(items > 0, ms.float32), items))
+        if self.spans_batches:  # no branch: within a loop it would leak (see the head of step.py)
+            is_first = ops.depend(self.window_position, seed_per_item) + 0 == 1
+            noted = ops.select(is_first, noted, self.window_first + 0.0)
+        return ops.assign(self.window_first, noted)
 
     def reduce(self, grad_reducer, gradients, share, after):
         """Reduce gradients over ranks with equal weight. `share` : one over this rank's items. Returns the reduced

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class OpenWindow(nn.Cell):
-    """A window to which batches are added, until it is complete or flushed."""
+    """A window to which batches are added, until it is complete or flushed. `drops` : whether micro-batches that
+    overflow are left out."""
 
     may_skip = True  # a window that counts nothing must not update
     needs_division = True
@@ -38,11 +39,13 @@ class OpenWindow(nn.Cell):
         reduction: CountedReduction,
         position: ms.Parameter,
         accumulation_steps: int,
+        drops: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.owner = owner
         self.accumulators = accumulators
         self.reduction = reduction
+        self.may_count_nothing = not reduction.by_samples or drops
         self.window_count = reduction.window_count
         self.dropped_micro_batches = reduction.dropped_micro_batches
         self.records_noise = reduction.records_noise

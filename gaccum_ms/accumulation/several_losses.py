@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import mindspore as ms
 from mindspore import nn, ops
 
+from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.counting import Counting
 from gaccum_ms.backend.parameters import record
 from gaccum_ms.distributed.ranks import SumOverRanks
@@ -37,6 +38,7 @@ class ByCountsOfEach(nn.Cell):
         self.grad_reducer = grad_reducer
         self.loss_is_mean = micro_step.loss_is_mean
         self.counting = Counting(options)
+        self.leaves_out = not self.counting.by_samples
         self.min_count = options.min_count
         self.number = options.losses
         self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
@@ -55,9 +57,49 @@ class ByCountsOfEach(nn.Cell):
     def zero_sums(self):
         return ops.zeros((self.number,), ms.float32)
 
+    def add_up(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
+        """The loop over a batch's micro-batches from sample `start` to `end` . An inner loop runs once or not at all:
+        see the rules at the head of step.py."""
+        while start < end:
+            rows = micro_batches.rows_from(start, plan)
+            micro_batch = micro_batches.take(inputs, start, rows, plan[micro_batches.AXES])
+            items = self.counting.of(*micro_batch)
+            part = self.zero_sums()
+            belongs = items > 0
+            if self.loss_is_mean:
+                seeds = seed_per_item * items
+                together = belongs.all()
+                while together:
+                    ran, gradients = self.micro_step.run(seeds, prepared, rows, *micro_batch)
+                    part = ops.depend(ran, self.store.add(gradients))
+                    together = ms.Tensor(False)
+            else:
+                seeds = seed_per_item
+                ran, gradients = self.micro_step.run(seeds, prepared, rows, *micro_batch)
+                belongs = ops.logical_or(belongs, ran == ran)
+                together = belongs.all()
+                while together:
+                    part = ops.depend(ran, self.store.add(gradients))
+                    together = ms.Tensor(False)
+            belongs_alone = ops.unstack(ops.logical_and(belongs, ops.logical_not(belongs.all())))
+            for term in range(self.number):
+                alone = belongs_alone[term]
+                while alone:
+                    ran_alone, gradients_alone = self.micro_step.run_alone(term, seeds, *micro_batch)
+                    part = part + ops.depend(ran_alone, self.store.add(gradients_alone))
+                    alone = ms.Tensor(False)
+            sums = sums + part
+            start = start + rows
+        return sums
+
     def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
+        """One micro-batch, outside of a loop."""
         items = self.counting.of(*micro_batch)
-        if self.loss_is_mean:
+        if not self.leaves_out:
+            seeds = seed_per_item * items if self.loss_is_mean else seed_per_item
+            sums, gradients = self.micro_step.run(seeds, prepared, size, *micro_batch)
+            sums = ops.depend(sums, self.store.add(gradients))
+        elif self.loss_is_mean:
             # A mean over no items is NaN, and a zero seed times NaN is NaN: only losses with items go backward.
             seeds, belongs = seed_per_item * items, items > 0
             if belongs.all():

@@ -11,7 +11,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
-from gaccum_ms.accumulation.saturation import read_flag, saturates
+from gaccum_ms.accumulation.saturation import clear_flag, read_flag, saturates
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
 from gaccum_ms.cpu.kernels import all_finite
@@ -178,7 +178,7 @@ class Update(nn.Cell):
             gradients = finished
         elif self.has_low_precision:
             gradients = self.map(_as_float32, gradients)
-        if self.window.may_skip or self.scaled:
+        if isinstance(counted, ms.Tensor) or self.scaled:
             if ops.logical_and(counted, ops.logical_not(overflow)):
                 loss = self._update(gradients, loss)
         else:
@@ -276,9 +276,25 @@ class OfWindow(graphs.OwnGraph):
 class WindowEnd(OfWindow):
     """Reduce what an open window has accumulated, and update: at its last batch, or earlier, as a flush."""
 
+    def __init__(self, window: Any, update: Update, jit: bool) -> None:
+        super().__init__(window, update, jit)
+        # Whether a full window may make no update. Its end then is a graph of its own: a branch within the branch of a
+        # full window would leak (see the head of step.py).
+        self.branches = window.may_count_nothing or update.scaled or update.has_transforms
+
     def construct(self, after):
         """Returns whether the window overflowed. `after` : a Tensor that depends on all that must come first."""
-        mean, overflow = self.update(*self.window.result(self.update.scale(), after))
+        after = ops.neg(after)  # a kernel that uses it: see the head of step.py
+        overflow = self.end(*self.window.result(self.update.scale(), after))
+        return clear_flag(overflow)  # for the next batch of a loop, whose backward is the user's
+
+    def of_full(self, after):
+        """As `construct` , for a window that is full, within a larger graph."""
+        gradients, divisor, loss, counted = self.window.result(self.update.scale(), after)
+        return self.end(gradients, divisor, loss, counted if self.branches else True)
+
+    def end(self, gradients, divisor, loss, counted):
+        mean, overflow = self.update(gradients, divisor, loss, counted)
         return ops.depend(overflow, ops.assign(self.window.window_loss, mean))
 
     def flush(self) -> bool:
@@ -286,14 +302,18 @@ class WindowEnd(OfWindow):
         whether there was an update."""
         if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
             return False
-        before = int(self.update.update_count.asnumpy())
         with graphs.recorded_calls(self.update.optimizer, self._jit) as calls:
             try:
-                self.run_alone(ms.Tensor(0.0, ms.float32))
+                return self.updates_after(ms.Tensor(0.0, ms.float32))
             except BaseException:
                 if calls:  # else nothing is lost: the window stays
                     self.window.drop_used()
                     if self.update.has_statistics:
                         self.update.statistics.reset_eagerly()
                 raise
+
+    def updates_after(self, after: ms.Tensor) -> bool:
+        """Run it from Python; returns whether there was an update."""
+        before = int(self.update.update_count.asnumpy())
+        self.run_alone(after)
         return int(self.update.update_count.asnumpy()) > before

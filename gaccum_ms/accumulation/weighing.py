@@ -50,6 +50,7 @@ class BySamples(nn.Cell):
     may_skip = False  # whether there are windows that must not update
     needs_division = False  # whether gradients are sums, and their divisor is more than the loss scale
     weighs_samples = False  # whether counts are taken at run time, though they are samples
+    leaves_out = False  # whether micro-batches may be left out
 
     def __init__(self, parts: WeighingParts) -> None:
         super().__init__(auto_prefix=False)
@@ -111,6 +112,10 @@ class ByCounts(nn.Cell):
         self.store = store
         self.drops = options.drops
         self.loss_is_mean = micro_step.loss_is_mean
+        # Where a micro-batch may be left out: before it runs, and after.
+        self.may_not_run = self.loss_is_mean and options.counts_items and not self.runs_all
+        self.judges = options.drops or (options.counts_items and not self.may_not_run)
+        self.leaves_out = self.may_not_run or self.judges
         self.counting = Counting(options)
         self.weighs_samples = not options.counts_items
         # A loss that is a sum without a count has no divisor; windows that span batches allow it.
@@ -141,48 +146,110 @@ class ByCounts(nn.Cell):
     def zero_sums(self):
         return ms.Tensor([0.0, 0.0, 0.0], ms.float32)
 
-    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
-        count = self.counting.of(*micro_batch)
-        # A mean over no items is NaN, and so is its gradient: such a micro-batch does not run. A NaN count is added,
-        # because it must reach the total.
-        sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
-        if not self.loss_is_mean:
-            sums = self.weighed(
-                is_first, seed_per_item, count, *self.micro_step.run(seed_per_item, prepared, size, *micro_batch)
-            )
-        elif count > 0:
-            sums = self.run_and_add_counted(is_first, seed_per_item, prepared, size, count, *micro_batch)
+    def add_up(self, *arguments):
+        """The loop over a batch's micro-batches from sample `start` to `end` . An inner loop runs once or not at all:
+        see the rules at the head of step.py."""
+        return self.add_up_taken(*arguments) if self.judges else self.add_up_counted(*arguments)
+
+    def add_up_counted(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
+        """For micro-batches that may be left out before they run."""
+        axes = plan[micro_batches.AXES]
+        while start < end:
+            rows = micro_batches.rows_from(start, plan)
+            micro_batch = micro_batches.take(inputs, start, rows, axes)
+            count = self.count_before(micro_batch)
+            part = self.left_out(count)
+            runs = self.runs(count)
+            while runs:
+                ran, gradients = self.run(seed_per_item, prepared, rows, count, *micro_batch)
+                part = self.added(is_first, seed_per_item, ran, gradients)
+                runs = ms.Tensor(False)
+            sums = sums + part
+            start = start + rows
         return sums
 
-    def run_and_add_counted(self, is_first, seed_per_item, prepared, size, count, *micro_batch):
-        seeded_loss, gradients = self.micro_step.run(seed_per_item * count, prepared, size, *micro_batch)
-        return self.taken(is_first, seed_per_item, count, seeded_loss, gradients)
+    def add_up_taken(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
+        """For micro-batches that may be left out after they ran too."""
+        axes = plan[micro_batches.AXES]
+        while start < end:
+            rows = micro_batches.rows_from(start, plan)
+            micro_batch = micro_batches.take(inputs, start, rows, axes)
+            count = self.count_before(micro_batch)
+            part = self.left_out(count)
+            runs = self.runs(count)
+            while runs:
+                ran, gradients = self.run(seed_per_item, prepared, rows, count, *micro_batch)
+                part = self.rejected(ran)
+                takes = self.takes(ran, gradients)
+                while takes:
+                    part = self.added(is_first, seed_per_item, ran, gradients)
+                    takes = ms.Tensor(False)
+                runs = ms.Tensor(False)
+            sums = sums + part
+            start = start + rows
+        return sums
 
-    def belongs(self, count, seeded_loss):
+    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
+        """One micro-batch, outside of a loop."""
+        count = self.count_before(micro_batch)
+        part = self.left_out(count)
+        if not self.may_not_run or self.runs(count):
+            part = self.run_and_judge(is_first, seed_per_item, prepared, size, count, *micro_batch)
+        return part
+
+    def run_and_judge(self, is_first, seed_per_item, prepared, size, count, *micro_batch):
+        ran, gradients = self.run(seed_per_item, prepared, size, count, *micro_batch)
+        if not self.judges:
+            return self.added(is_first, seed_per_item, ran, gradients)
+        return self.judged(is_first, seed_per_item, ran, *gradients)
+
+    def judged(self, is_first, seed_per_item, ran, *gradients):
+        """Adds a micro-batch that ran, unless it is left out."""
+        part = self.rejected(ran)
+        if self.takes(ran, gradients):
+            part = self.added(is_first, seed_per_item, ran, gradients)
+        return part
+
+    def count_before(self, micro_batch):
+        """The count of a micro-batch before it runs."""
+        return self.counting.of(*micro_batch)
+
+    def runs(self, count):
+        """Whether a micro-batch runs. A mean over no items is NaN, and so is its gradient."""
+        return count > 0 if self.may_not_run else ms.Tensor(True)
+
+    def run(self, seed_per_item, prepared, size, count, *micro_batch):
+        """Returns ``(the seeded loss, the count)`` , and the gradients."""
+        seed = seed_per_item * count if self.loss_is_mean else seed_per_item
+        seeded_loss, gradients = self.micro_step.run(seed, prepared, size, *micro_batch)
+        return (seeded_loss, count), gradients
+
+    def belongs(self, ran):
         """Whether a micro-batch that ran belongs to the window. A mean over no items does not. A sum or a numerator
         over no items is a number, and does; NaN there is a mean over no items that was multiplied by their number."""
+        seeded_loss, count = ran[0], ran[1]
         return count > 0 if self.loss_is_mean else ops.logical_or(count > 0, seeded_loss == seeded_loss)
 
-    def weighed(self, is_first, seed_per_item, count, seeded_loss, gradients):
-        """Adds a micro-batch that ran, if it belongs to the window."""
-        sums = ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
-        if self.belongs(count, seeded_loss):
-            sums = self.taken(is_first, seed_per_item, count, seeded_loss, gradients)
-        return sums
-
-    def taken(self, is_first, seed_per_item, count, seeded_loss, gradients):
-        """Adds a micro-batch, unless it overflowed and overflows are dropped."""
-        sums = ops.stack((seeded_loss, count, ops.zeros_like(count)))
+    def takes(self, ran, gradients):
+        """Whether a micro-batch that ran is added: not if it overflowed and overflows are dropped."""
+        takes = self.belongs(ran)
         if self.drops:
-            if ops.logical_and(all_finite(gradients), ops.isfinite(seeded_loss)):
-                sums = self.added(sums, is_first, seed_per_item, count, gradients)
-            else:
-                sums = ms.Tensor([0.0, 0.0, 1.0], ms.float32)
-        else:
-            sums = self.added(sums, is_first, seed_per_item, count, gradients)
-        return sums
+            finite = ops.logical_and(all_finite(gradients), ops.isfinite(ran[0]))
+            takes = ops.logical_and(takes, finite)
+        return takes
 
-    def added(self, sums, is_first, seed_per_item, count, gradients):
+    def left_out(self, count):
+        """The sums of a micro-batch that counts nothing. A NaN count is added, because it must reach the total."""
+        return ops.stack((ops.zeros_like(count), count, ops.zeros_like(count)))
+
+    def rejected(self, ran):
+        """The sums of a micro-batch that ran and is not added."""
+        sums = self.left_out(ran[1])
+        return ops.select(self.belongs(ran), ms.Tensor([0.0, 0.0, 1.0], ms.float32), sums) if self.drops else sums
+
+    def added(self, is_first, seed_per_item, ran, gradients):
+        count = ran[1]
+        sums = ops.stack((ran[0], count, ops.zeros_like(count)))
         if is_first:
             sums = ops.depend(sums, self.noise.note(gradients, seed_per_item, count))
         return ops.depend(sums, self.store.add(gradients))
@@ -212,19 +279,28 @@ class ByCountsWithOutputs(ByCounts):
         self.aux = parts.options.aux
 
     def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
-        if self.ratio:
-            outputs, gradients = self.micro_step.run(seed_per_item, prepared, size, *micro_batch)
-            count, aux = outputs[1], outputs[2:]
+        ran, gradients = self.run(seed_per_item, prepared, size, self.count_before(micro_batch), *micro_batch)
+        if not self.judges:
+            part = self.added(is_first, seed_per_item, ran, gradients)
         else:
-            count = self.counting.of(*micro_batch)
-            seed = seed_per_item * count if self.loss_is_mean else seed_per_item
-            outputs, gradients = self.micro_step.run(seed, prepared, size, *micro_batch)
-            aux = outputs[1:]
-        sums = self.weighed(is_first, seed_per_item, count, outputs[0], gradients)
-        if not self.aux:
-            return sums
-        taken = ops.logical_and(self.belongs(count, outputs[0]), ops.unstack(sums)[DROPPED] == 0)
-        return (sums, *of_taken(aux, taken))
+            part = self.judged(is_first, seed_per_item, ran, *gradients)
+        return self.with_outputs(part, ran) if self.aux else part
+
+    def count_before(self, micro_batch):
+        """Zero if the network counts."""
+        return ms.Tensor(0.0, ms.float32) if self.ratio else self.counting.of(*micro_batch)
+
+    def run(self, seed_per_item, prepared, size, count, *micro_batch):
+        """Returns ``(the seeded loss, the count, outputs)`` , and the gradients."""
+        seed = seed_per_item * count if self.loss_is_mean else seed_per_item
+        outputs, gradients = self.micro_step.run(seed, prepared, size, *micro_batch)
+        if self.ratio:
+            return outputs, gradients
+        return (outputs[0], count, *outputs[1:]), gradients
+
+    def with_outputs(self, part, ran):
+        taken = ops.logical_and(self.belongs(ran), ops.unstack(part)[DROPPED] == 0)
+        return (part, *of_taken(ran[2:], taken))
 
     def counted(self, sums, total):
         return ops.unstack(sums)[COUNT] if self.ratio else total

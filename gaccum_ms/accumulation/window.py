@@ -178,14 +178,10 @@ class Window(nn.Cell):
     def accumulate(self, inputs, plan, scale, seed_per_item):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
-            parts_of = (
-                self.weighing_of_first.run_and_add,
-                self.weighing_of_loop.run_and_add,
-                self.weighing_of_rest.run_and_add,
-            )
+            weighings = self.weighing_of_first, self.weighing_of_loop, self.weighing_of_rest
             axes = self.micro_step.axes or ()
             sums, outputs = micro_batches.add_up_and_join(
-                *parts_of, self.records_noise, inputs, plan, axes, seed_per_item, ()
+                *weighings, self.records_noise, inputs, plan, axes, seed_per_item, ()
             )
             return sums, self.means(outputs, sums, scale, seed_per_item)
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), seed_per_item, inputs, plan)
@@ -195,11 +191,20 @@ class Window(nn.Cell):
             # The first micro-batch runs before the loop, so the network is in the graph twice. A branch in the loop
             # would cost time in each iteration.
             size = plan[micro_batches.SIZE]
-            first = micro_batches.take(inputs, start, size, plan[micro_batches.AXES])
-            sums = sums + self.weighing_of_first.run_and_add(True, seed_per_item, prepared, size, *first)
+            if self.weighing.leaves_out:
+                arguments = True, sums, inputs, plan, start, size, seed_per_item, prepared
+                sums = self.weighing_of_first.add_up(*arguments)
+            else:
+                first = micro_batches.take(inputs, start, size, plan[micro_batches.AXES])
+                sums = sums + self.weighing_of_first.run_and_add(True, seed_per_item, prepared, size, *first)
             start = start + size
             loops = plan[micro_batches.LOOPED] > size
         part_of, part_of_last = self.weighing_of_loop.run_and_add, self.weighing_of_rest.run_and_add
+        if self.weighing.leaves_out:
+            if loops:
+                arguments = False, sums, inputs, plan, start, plan[micro_batches.LOOPED], seed_per_item, prepared
+                sums = self.weighing_of_loop.add_up(*arguments)
+            loops = False
         return micro_batches.add_up(
             part_of, part_of_last, sums, inputs, plan, start, loops, False, seed_per_item, prepared
         ), ()

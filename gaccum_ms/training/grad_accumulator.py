@@ -214,6 +214,7 @@ class GradAccumulator(nn.Cell):
             batch_reduction,
             self.window_position,
             accumulation_steps,
+            options.drops,
         )
         self.update = Update(_NAME, optimizer, weights, self.window, options, scale_sense)
         state = None if graphs.runs_eagerly(jit=True) else lost_state(self.update)
@@ -373,7 +374,8 @@ class GradAccumulator(nn.Cell):
         count = self._one if count is None else count
         inputs = (gradients, count, self._zero if loss is None else loss, ms.Tensor(rule, ms.int32))
         try:
-            updated = graphs.run(self, self._jit, *inputs)
+            added = graphs.run(self, self._jit, *inputs)
+            updated = self.window.is_full and self.end_window.updates_after(added)
         except BaseException:
             self.window.drop_if_torn()
             raise
@@ -382,7 +384,7 @@ class GradAccumulator(nn.Cell):
         self._end_call(ended)
         if ended:
             self._no_count.warn(_NAME, self.window_count, self.dropped_micro_batches)
-        return bool(updated.asnumpy())
+        return updated
 
     def _begin_call(self) -> None:
         if self.run_record.reduction is None:
@@ -463,8 +465,12 @@ class GradAccumulator(nn.Cell):
         # Before the branch: within it, a graph reads some views at a wrong address (see graphs.py).
         weighed = self.window.reduction.weighed(gradients, weight)
         belongs = items > 0 if self.loss_is_mean else items >= 0
-        if belongs:
-            added_count, dropped = self._add(weighed, items)
+        takes = belongs
+        if self.drops:  # not of `gradients` : beside transforms, MindSpore compiles no such check of a graph's inputs
+            takes = ops.logical_and(belongs, all_finite(weighed))
+            dropped = ops.cast(ops.logical_and(belongs, ops.logical_not(takes)), ms.float32)
+        if takes:
+            added_count = ops.depend(items, self.window.accumulators.add(weighed))
         seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
         losses = ops.zeros_like(items)
         if loss is not None:
@@ -479,19 +485,9 @@ class GradAccumulator(nn.Cell):
         ended = self.window.end_batch(ops.stack((losses, added_count, dropped)), ops.depend(items, seen))
         updates = self.update_count + 0
         updated = ops.depend(updates, ended) > updates
+        if self.called_by_python:  # `__call__` ends the window
+            return clear_flag(ops.neg(ended))
         if self.window.is_complete(ended):
-            overflow = self.end_window(ended)
+            overflow = self.end_window.of_full(ended)
             updated = ops.depend(self.update_count, overflow) > updates
         return clear_flag(updated)  # for the next batch's backward, which is the user's
-
-    def _add(self, weighed, items):
-        """Returns the count that was added, and the number of dropped batches, 0 or 1."""
-        added_count = items
-        dropped = ops.zeros_like(items)
-        # Not of `gradients` : beside transforms, MindSpore compiles no such check of a graph's inputs.
-        if not self.drops or all_finite(weighed):
-            added_count = ops.depend(items, self.window.accumulators.add(weighed))
-        else:
-            added_count = ops.zeros_like(items)
-            dropped = ops.ones_like(items)
-        return added_count, dropped

@@ -43,7 +43,7 @@ def even_batch(parts: Parts, inputs: tuple[Any, ...]) -> Batch:
 
 
 class OneGraph(Runner):
-    """Runs the step's graph."""
+    """Runs the step's graph, and after a window's last batch that of its end, where it is one of its own."""
 
     def __init__(self, parts: Parts, run_graph: Any) -> None:
         self._parts = parts
@@ -53,7 +53,13 @@ class OneGraph(Runner):
         return even_batch(self._parts, inputs)
 
     def run(self, batch: Batch) -> Any:
-        return self._run_graph()(*batch.inputs)
+        outputs = self._run_graph()(*batch.inputs)
+        parts = self._parts
+        end: Any = parts.end_window
+        if end is None or not end.branches or not parts.window.open.is_full:
+            return outputs
+        overflow = end.run_alone(outputs[0] if isinstance(outputs, tuple) else outputs)
+        return (outputs[0], overflow, *outputs[2:]) if parts.update.scaled else outputs
 
 
 class CompilerGraph(Runner):

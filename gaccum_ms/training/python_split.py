@@ -114,7 +114,7 @@ class PythonSplit(Runner):
         micro_batches: Any = batch.micro_batches()
         window = self._parts.window.open
         window.begin_eagerly()
-        sums, loss = ops.zeros((SUMS + 1,), ms.float32), None
+        sums, loss = ms.Tensor(np.zeros(SUMS + 1, np.float32)), None
         outputs = []
         for micro_batch, times in zip(micro_batches, self._times(micro_batches), strict=True):
             self._parts.window.begin_micro_batch()

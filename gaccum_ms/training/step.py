@@ -27,7 +27,15 @@ in it. The loop's body is compiled once, so compile time and memory do not grow 
 * Values are carried as ``a = a + b`` : ``a += b`` would write into a constant Tensor of the compiled graph.
 * `ops.depend` orders side effects.
 * Python values decide, at compile time, what depends on shapes and options.
-* An ``if`` on a Tensor decides what depends on data. The skipped branch costs nothing.
+* An ``if`` on a Tensor decides what depends on data. The skipped branch costs nothing. But some forms make MindSpore's
+  runtime (2.7.2 to 2.10) lose memory at each call, for ever; tests/training/test_memory_growth.py watches all kinds:
+
+      an ``if`` on a Tensor within a loop, also in a function that the loop calls: write an inner ``while`` that runs
+      once or not at all, in the same function as the loop, and not within an ``if`` on a constant
+      a branch that does not run at each call, and passes values that it computed to a branch within it: make one branch
+      of both, or give the outer one a graph that Python calls (`WindowEnd` )
+      an input of a graph with a branch that only `ops.depend` uses: let a kernel use it
+
 * No global that a method uses has the name of a method of its class: graph mode would use the method.
 """
 
@@ -462,8 +470,10 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             return ops.depend(loss, ops.assign(self.window.open.window_loss, mean)), overflow, outputs
         loss, outputs = self.window.add_batch(inputs, scale)
         overflow = ms.Tensor(False, ms.bool_)
+        if self.called_by_python and self.end_window.branches:  # Python ends the window: one_graph.py
+            return loss, overflow, outputs
         if self.window.open.is_complete(loss):
-            overflow = self.end_window(loss)
+            overflow = self.end_window.of_full(loss)
             loss = ops.depend(loss, overflow)
         return loss, overflow, outputs
 

@@ -242,9 +242,9 @@ def test_negative_control_a_broken_window_is_caught(broken, mode):
 class MeanOfMeans(ByCounts):
     """Weights all micro-batches equally, independent of their samples."""
 
-    def run_and_add_counted(self, is_first, seed_per_item, prepared, size, count, *micro_batch):
+    def run(self, seed_per_item, prepared, size, count, *micro_batch):
         seeded_loss, gradients = self.micro_step.run(seed_per_item * 4, prepared, size, *micro_batch)
-        return self.taken(is_first, seed_per_item, count, seeded_loss, gradients)
+        return (seeded_loss, count), gradients
 
 
 def test_negative_control_the_mean_of_means_is_caught(pynative):

@@ -46,8 +46,9 @@ def run(step, *batch):
 class EachTheSame(ByCountsWithOutputs):
     """Treats each micro-batch's denominator as 1."""
 
-    def taken(self, noted, seed_per_item, count, seeded_loss, gradients):
-        return super().taken(noted, seed_per_item, count / count, seeded_loss, gradients)
+    def run(self, *arguments):
+        (seeded_loss, count), gradients = super().run(*arguments)
+        return (seeded_loss, count / count), gradients
 
 
 def test_negative_control_unread_denominators_are_caught(pynative):
