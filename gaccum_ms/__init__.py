@@ -147,14 +147,16 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "adopt":
-        return importlib.import_module("gaccum_ms.adopt")
-    if name not in _MODULES:
-        raise AttributeError(f"module 'gaccum_ms' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"gaccum_ms.{_MODULES[name]}"), name)
-    globals()[name] = value  # the next time, Python finds it
-    return value
+if not TYPE_CHECKING:  # for a type checker, the package would have any name
+
+    def __getattr__(name: str) -> Any:
+        if name == "adopt":
+            return importlib.import_module("gaccum_ms.adopt")
+        if name not in _MODULES:
+            raise AttributeError(f"module 'gaccum_ms' has no attribute '{name}'")
+        value = getattr(importlib.import_module(f"gaccum_ms.{_MODULES[name]}"), name)
+        globals()[name] = value  # the next time, Python finds it
+        return value
 
 
 def __dir__() -> list[str]:

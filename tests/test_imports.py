@@ -40,7 +40,7 @@ for name in json.load(sys.stdin):
     if not (child := os.fork()):
         try:
             __import__(name)
-            hooked = hasattr(mindspore.train.Model._train, "__wrapped__")
+            hooked = mindspore.train.Model._train.__code__.co_filename.endswith("hooked_functions.py")
             told = [None, hooked, "gaccum_ms.cell" in sys.modules or "gaccum_ms.record.window_callback" in sys.modules]
         except BaseException:
             told = [traceback.format_exc(), False, False]
@@ -80,7 +80,7 @@ def test_each_module_can_be_the_first_and_the_hook_is_there_with_the_cell(which,
 
 def test_all_lists_of_names_agree():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    (checked,) = [node.body for node in tree.body if isinstance(node, ast.If)]
+    checked = next(node.body for node in tree.body if isinstance(node, ast.If))
     imported = {name.name: node.module for node in checked for name in node.names}
     assert imported.pop("adopt") == "gaccum_ms"
     assert imported == {name: f"gaccum_ms.{module}" for name, module in gaccum_ms._MODULES.items()}
