@@ -7,6 +7,7 @@ both use open_window.py, reduction.py and update.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -217,11 +218,10 @@ class GradAccumulator(nn.Cell):
             options.drops,
         )
         self.update = Update(_NAME, optimizer, weights, self.window, options, scale_sense)
-        state = None if graphs.runs_eagerly(jit=True) else lost_state(self.update)
-        refuse_lost_state = refusal(_NAME, state)
-        if state is not None and self._jit:
+        find_lost_state = functools.cache(functools.partial(lost_state, self.update))
+        if not graphs.runs_eagerly(self._jit) and (state := find_lost_state()) is not None:
             if ms.get_context("mode") == ms.GRAPH_MODE:
-                refuse_lost_state()
+                refusal(_NAME, state)()
             warn_of_lost_state(_NAME, state)
             self._jit = False
         self.end_window = WindowEnd(self.window, self.update, self._jit)
@@ -248,7 +248,7 @@ class GradAccumulator(nn.Cell):
         self._advice = AdviceOfLoop(_NAME, weights)
         self.has_scheduler = scheduler is not None
         self._refuse_caller = ops.constexpr(refuse_graphs)
-        self._refuse_lost_state = ops.constexpr(refuse_lost_state)
+        self._refuse_lost_state = ops.constexpr(lambda: refusal(_NAME, find_lost_state())())
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
