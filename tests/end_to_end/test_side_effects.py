@@ -194,7 +194,7 @@ def test_a_data_set_begins_where_it_did_once_a_resumed_step_is_gone(tmp_path, py
     step = make()
     step(*next(iter(objects.data_set.create_tuple_iterator(num_epochs=1))))
     ms.save_checkpoint(step, str(tmp_path / "step.ckpt"))
-    objects.data_set.get_dataset_size()  # which MindSpore notes
+    objects.data_set.get_dataset_size(), objects.data_set.get_batch_size()  # which MindSpore notes
     before = dict(vars(objects.data_set))
     resume(step, tmp_path / "step.ckpt", objects.data_set)
     other = make()
