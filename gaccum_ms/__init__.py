@@ -5,7 +5,7 @@ launcher need no MindSpore, and MindSpore's functions stay as they are until the
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import typing
 
 __version__ = "0.2.0"
 
@@ -55,7 +55,7 @@ __all__ = [
     "tune_cpu",
 ]
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from gaccum_ms import adopt as adopt
     from gaccum_ms.auditing.audit import audit
     from gaccum_ms.auditing.report import AuditReport
@@ -147,9 +147,9 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # for a type checker, the package would have any name
+if not typing.TYPE_CHECKING:  # for a type checker, the package would have any name
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> typing.Any:
         if name == "adopt":
             return importlib.import_module("gaccum_ms.adopt")
         if name not in _MODULES:

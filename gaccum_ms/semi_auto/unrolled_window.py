@@ -55,6 +55,7 @@ class OpenSums(OpenWindow):
             window_count=parts.window_count,
             dropped_micro_batches=record("dropped_micro_batches"),
             records_noise=False,
+            by_samples=False,
         )
         super().__init__("GradAccumulationCell", store, records, position, steps)
         self.sum_over_devices = sum_over_devices
