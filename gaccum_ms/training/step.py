@@ -15,6 +15,8 @@
         adjust the loss scale
         reset the accumulators
 
+Where a full window of several batches may make no update, its end is a separate graph (one_graph.py). Within another
+graph, such as that of data sinking, it is a branch.
 With ``micro_batch_size="auto"`` the loop is a separate graph, which runs again if memory runs out (found_size.py).
 With a function as `split` , Python loops over micro-steps, which are separate graphs (python_split.py).
 A loss of the whole batch has two loops, the first forward only (grad_cache.py). In semi-auto and auto parallel mode
