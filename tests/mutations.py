@@ -288,7 +288,7 @@ FAULTS = [
     Fault(
         "assigned options are not checked",
         "training/admission.py",
-        "    cell.check_options()\n",
+        "    cell.check_options(is_whole=True)\n",
         "",
         "test_cell.py -k assigned_options",
     ),
@@ -573,7 +573,7 @@ FAULTS = [
     Fault(
         "a checkpoint is without the rates of experimental optimizers",
         "training/lifecycle.py",
-        "        list_rates(self._update.optimizer)\n",
+        "        list_rates(cell, self._update.optimizer)\n",
         "",
         "training/test_newer_optimizers.py -k go_on_from_a_checkpoint[two-pynative]",
     ),
@@ -834,8 +834,8 @@ FAULTS = [
     Fault(
         "rows of padding repeat samples",
         "splitting/token_plan.py",
-        "np.concatenate([samples, np.full(rows - samples.size, NOBODY)])",
-        "np.resize(samples, rows)",
+        "np.concatenate([samples, np.full(free, NOBODY)])",
+        "np.resize(samples, samples.size + free)",
         "splitting/test_max_tokens.py -k equals_the_whole",
     ),
     Fault(

@@ -32,17 +32,14 @@ class NoCount:
 
 
 class Counts:
-    """The counts of a step's last batch and window."""
+    """The counts of a step's last batch and window, where micro-batches are weighted by counts."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._are_given = parts.options.counts_items
         self._no_count = NoCount(parts.options.min_count)
 
     def check(self, batch: Batch) -> None:
         """Raise an error for a bad count in the batch, or in its window on any rank."""
-        if not self._are_given:
-            return
         parts, options = self._parts, self._parts.options
         spans_batches, by_python = parts.spans_batches, options.splits_in_python
         ended = not spans_batches or parts.is_between_windows

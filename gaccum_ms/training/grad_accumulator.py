@@ -483,10 +483,10 @@ class GradAccumulator(nn.Cell):
                 self._note_loss()
         seen = ops.depend(seen, ops.assign(self.run_record.window_rule, rule))
         ended = self.window.end_batch(ops.stack((losses, added_count, dropped)), ops.depend(items, seen))
-        updates = self.update_count + 0
-        updated = ops.depend(updates, ended) > updates
         if self.called_by_python:  # `__call__` ends the window
             return clear_flag(ops.neg(ended))
+        updates = self.update_count + 0
+        updated = ops.depend(updates, ended) > updates
         if self.window.is_complete(ended):
             overflow = self.end_window.of_full(ended)
             updated = ops.depend(self.update_count, overflow) > updates

@@ -254,7 +254,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         counters = self.batch_count, self.window_position
         own = self.options, self.network, self.weights, self.window, self.update, end_window
         parts = Parts(*own, *counters, self.advice.check_inputs)
-        self._counts = Counts(parts)
+        self._counts = Counts(parts) if parts.options.counts_items else None
         loss_scale = {} if self.update.manager is None else {"loss_scaling_manager": self.update.manager}
         children = {"network": self.network, "optimizer": self.optimizer, **loss_scale}
         named = with_places_of_mindspore(self._named_weights, children)
@@ -422,7 +422,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
                 self.update.statistics.reset_eagerly()
             explain_sparse_gradients(error)
             raise
-        self._counts.check(batch)
+        if self._counts is not None:
+            self._counts.check(batch)
         shape = getattr(batch.inputs[0], "shape", ())
         self.run_record.note_batch(shape[self._axis] if self._axis < len(shape) else 1)
         return outputs

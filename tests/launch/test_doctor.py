@@ -208,5 +208,5 @@ def test_where_mindspore_is_installed_it_is_not_imported(tmp_path, broken_mindsp
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "ran"), done.stderr
     assert "gaccum_ms.launch.supervisor" in done.stderr
     assert "mindspore" not in done.stderr
-    control = run(*imports, "-c", "import gaccum_ms", PYTHONPATH=broken_mindspore).stderr
+    control = run(*imports, "-c", "import gaccum_ms.cell", PYTHONPATH=broken_mindspore).stderr
     assert re.search(r"\| +mindspore$", control, re.MULTILINE), control
