@@ -79,8 +79,6 @@ def combined(
             if options.several_losses:
                 alone = [with_other_seeds(network, first + 1 + term) for term in range(options.losses)]
                 copied.run_alone_on(alone, options, weights)
-        if options.aux:
-            copied.axes = micro_step.axes  # found before the first batch
         return shallow_copy(weighing, micro_step=copied)
 
     copies = None if setup.of_batch else Copies(copy_of_weighing)  # its two passes must draw the same

@@ -9,8 +9,8 @@ By the chain rule the sum is the whole batch's gradient: the loss depends on the
 representations and through the Parameters of `loss_fn` . The second loop adds the latter's gradient in shares.
 
 Representations are gathered without an index: each micro-batch's rows are appended, and as many rows are removed in
-front. For that, samples are moved to axis 0. The last micro-batch runs first, outside the loop, because it shows the
-shapes and dtypes. A representation that does not depend on the samples is kept once (`UNCUT` ).
+front. The last micro-batch runs first, outside the loop, because it shows the shapes and dtypes. A representation of
+shape (), such as a temperature, is the same for all micro-batches and is kept once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.accumulation.micro_batches import axis_at
 from gaccum_ms.accumulation.micro_step import OneLoss, float32_loss
-from gaccum_ms.accumulation.output_axes import Output
 from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.layers.window_batchnorm import window_statistics
@@ -31,8 +29,8 @@ from gaccum_ms.losses.batch_loss import (
     FLOATS,
     MOST_REPRESENTATIONS,
     WithBatchLossCell,
-    axes_of,
     check_ranks,
+    check_rows,
     check_samples,
 )
 from gaccum_ms.options.options import Options
@@ -50,34 +48,17 @@ class _Forward(nn.Cell):
     def __init__(self, network: WithBatchLossCell) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
-        self.axes: tuple[int, ...] | None = None  # of the samples of each representation; None: not yet found
         self.with_gradient = ops.value_and_grad(self.beside, 0, None, has_aux=True)
 
     def __call__(self, *inputs):
         with no_grad():
-            return self.moved(*inputs)
+            return self.network.represent(*inputs)
 
     def construct(self, *inputs):
         return self.with_gradient(ms.Tensor(0.0, ms.float32), *inputs)[0][1:]
 
     def beside(self, zero, *inputs):
-        return (zero, *self.moved(*inputs))
-
-    def moved(self, *inputs):
-        """The representations, with samples on axis 0."""
-        return self.swapped(self.network.represent(*inputs))
-
-    def swapped(self, representations):
-        """The representations with axis 0 and the axis of samples swapped, which undoes itself."""
-        result: tuple = ()
-        for index in range(len(representations)):
-            axis = self.axis(index)
-            representation = representations[index]
-            result = (*result, ops.swapaxes(representation, 0, axis) if axis > 0 else representation)
-        return result
-
-    def axis(self, index):
-        return axis_at(self.axes or (), index)
+        return (zero, *self.network.represent(*inputs))
 
 
 class TwoPasses(nn.Cell):
@@ -137,13 +118,13 @@ class TwoPasses(nn.Cell):
         size, axes = plan[micro_batches.SIZE], plan[micro_batches.AXES]
         last = self.forward(*micro_batches.take_rest(inputs, before, axes))
         known_rows = None if isinstance(rows_of_last, ms.Tensor) else rows_of_last
-        check_samples([representation.shape for representation in last], self.forward.axes or (), known_rows)
+        check_samples([representation.shape for representation in last], known_rows, self.network.ranks)
         # One tuple, with a scalar in it: graph mode forgets the length of a tuple of equal shapes that a loop carries.
         state: tuple = (ms.Tensor(0, ms.int32),)
         for index in range(len(last)):
             representation = last[index]
             rows = int(before)  # a Tensor if the batch has open length; MindSpore 2.7's zeros take none
-            if self.forward.axis(index) >= 0:
+            if representation.ndim > 0:
                 representation = ops.zeros((rows, *representation.shape[1:]), representation.dtype)
             state = (*state, representation)
         while state[0] < before:
@@ -155,15 +136,15 @@ class TwoPasses(nn.Cell):
         following: tuple = (state[0] + rows,)
         for index in range(len(new)):
             rows_before = state[index + 1]
-            if self.forward.axis(index) >= 0:
+            if new[index].ndim > 0:
                 following = (*following, ops.concat((rows_before[rows:], new[index])))
             else:
-                following = (*following, micro_batches.same_or_raise(rows_before, new[index]))
+                following = (*following, _same_or_raise(rows_before, new[index]))
         return following
 
     def slopes(self, seed_per_item, representations):
         """The loss of the batch times its seed, and its gradients with respect to each representation of a float dtype,
-        and to what all micro-batches share: the Parameters of `loss_fn` , then representations without samples."""
+        and to what all micro-batches share: the Parameters of `loss_fn` , then representations of shape ()."""
         loss_slopes: tuple = ()
         if self.loss_has_weights:
             loss, (gradients, loss_slopes) = self.slopes_of[len(representations) - 1](seed_per_item, *representations)
@@ -174,26 +155,26 @@ class TwoPasses(nn.Cell):
         slopes: tuple = ()
         for index in range(len(representations)):
             if representations[index].dtype in FLOATS:
-                if self.forward.axis(index) >= 0:
+                if representations[index].ndim > 0:
                     slopes = (*slopes, gradients[index])
                 else:
                     loss_slopes = (*loss_slopes, gradients[index])
         return loss, slopes, loss_slopes
 
     def seeded_batch_loss(self, seed_per_item, *representations):
-        return float32_loss(self.network.loss(*self.forward.swapped(representations))) * seed_per_item
+        return float32_loss(self.network.loss(*representations)) * seed_per_item
 
     def along_slopes(self, share, loss_slopes, number, *part):
         """A scalar whose gradient with respect to the weights is what this micro-batch adds."""
         total = ms.Tensor(0.0, ms.float32)
         slope = number
         shared = len(self.loss_weights)
-        representations = self.forward.moved(*part[:number])
+        representations = self.network.represent(*part[:number])
         for index in range(len(representations)):
             representation = representations[index]
             if representation.dtype in FLOATS:
                 representation = ops.cast(representation, ms.float32)
-                if self.forward.axis(index) >= 0:
+                if representation.ndim > 0:
                     total = total + ops.reduce_sum(representation * ops.cast(part[slope], ms.float32))
                     slope = slope + 1
                 else:
@@ -206,14 +187,9 @@ class TwoPasses(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    @property
-    def axes(self) -> tuple[int, ...] | None:
-        """Those of the samples of each representation."""
-        return self.forward.axes
-
-    def find_axes(self, outputs_of: Callable[[nn.Cell], Sequence[Output | None]]) -> None:
-        """Find the axes of the representations; `outputs_of` runs a network on two numbers of samples."""
-        self.forward.axes = axes_of(outputs_of(self.network.backbone), self.network.ranks)
+    def check_at(self, rows: int, shapes_of: Callable[[nn.Cell], Sequence[tuple[int, ...] | None]]) -> None:
+        """Check the representations at this number of samples; `shapes_of` runs a network on as many."""
+        check_rows(shapes_of(self.network.backbone), rows, self.network.ranks)
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
         """Before a batch. A collective if several ranks share one loss."""
@@ -225,3 +201,15 @@ class TwoPasses(nn.Cell):
                     f"because representations are gathered, but got {samples} samples on the ranks. Nothing was "
                     f"changed. Drop last batches that differ (dataset.batch(..., drop_remainder=True))."
                 )
+
+
+def _same_or_raise(before, new):
+    """A representation of shape () of two micro-batches."""
+    same = ops.logical_or(before == new, ops.logical_and(before != before, new != new))
+    if not same:
+        raise ValueError(
+            "For 'WithBatchLossCell', a representation of shape () must be the same for all micro-batches, but got "
+            "another value for a later one. Return an entry for each sample; what is one for the whole batch belongs "
+            "to 'loss_fn'. Nothing was updated."
+        )
+    return before

@@ -160,10 +160,10 @@ def add_up(part_of, part_of_last, sums, inputs, plan, start, loops, *arguments):
     return sums + part_of_last(*arguments, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
 
 
-def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, output_axes, *arguments):
+def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, *arguments):
     """As `add_up` , for weighings whose ``run_and_add(is_first, *arguments, rows, *micro_batch)`` returns a part of the
-    sums and a micro-batch's outputs. Returns the sums and the batch's outputs. `output_axes` : UNCUT for those that all
-    micro-batches share; others have samples on axis 0, or shape ()."""
+    sums and a micro-batch's outputs. Returns the sums and the batch's outputs, which have samples on axis 0, or shape
+    ()."""
     samples, size, looped, rest, axes = plan[SAMPLES], plan[SIZE], plan[LOOPED], plan[REST], plan[AXES]
     # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
     # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
@@ -185,25 +185,23 @@ def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, output_a
     state: tuple = (start + size, first[0])
     for index in range(1, len(first)):
         output = first[index]
-        if output.ndim > 0 and axis_at(output_axes, index - 1) >= 0:
+        if output.ndim > 0:
             output = ops.gather(output, _rows_at_end(samples, size), 0)
         state = (*state, output)
     if isinstance(size, ms.Tensor) or looped > size:
         if of_loop.leaves_out:
-            state = _joined_of_taken(of_loop, state, inputs, plan, output_axes, *arguments)
+            state = _joined_of_taken(of_loop, state, inputs, plan, *arguments)
         else:
             while state[0] < looped:
                 rows = rows_from(state[0], plan)
                 part = of_loop.run_and_add(False, *arguments, rows, *take(inputs, state[0], rows, axes))
-                state = _following(state, part, rows, output_axes)
+                state = _following(state, part, rows)
     if rest > 0:
-        state = _following(
-            state, of_last.run_and_add(False, *arguments, rest, *take_rest(inputs, looped, axes)), rest, output_axes
-        )
+        state = _following(state, of_last.run_and_add(False, *arguments, rest, *take_rest(inputs, looped, axes)), rest)
     return state[1], state[2:]
 
 
-def _joined_of_taken(weighing, state, inputs, plan, output_axes, *arguments):
+def _joined_of_taken(weighing, state, inputs, plan, *arguments):
     """The loop, for micro-batches that may be left out after they ran."""
     while state[0] < plan[LOOPED]:
         rows = rows_from(state[0], plan)
@@ -214,33 +212,16 @@ def _joined_of_taken(weighing, state, inputs, plan, output_axes, *arguments):
         while takes:
             sums = weighing.added(False, arguments[0], ran, gradients)
             takes = ms.Tensor(False)
-        state = _following(state, weighing.with_outputs(sums, ran), rows, output_axes)
+        state = _following(state, weighing.with_outputs(sums, ran), rows)
     return state
 
 
-def _following(state, part, rows, output_axes):
+def _following(state, part, rows):
     result: tuple = (state[0] + rows, state[1] + part[0])
     for index in range(1, len(part)):
         before, new = state[index + 1], part[index]
-        if new.ndim == 0:
-            result = (*result, before + new)
-        elif axis_at(output_axes, index - 1) < 0:
-            result = (*result, same_or_raise(before, new))
-        else:
-            result = (*result, ops.concat((before[rows:], new)))
+        result = (*result, before + new if new.ndim == 0 else ops.concat((before[rows:], new)))
     return result
-
-
-def same_or_raise(before, new):
-    """An output of two micro-batches that must be the same for all."""
-    same = ops.logical_or(before == new, ops.logical_and(before != before, new != new))
-    if not same.all():
-        raise ValueError(
-            "For 'GradAccumulationCell', an output without an axis that counts samples must be the same for all "
-            "micro-batches, but got another value for a later one. Return a mean of shape (), or an entry for each "
-            "sample. Nothing was updated."
-        )
-    return before
 
 
 def _rows_at_end(samples, size):

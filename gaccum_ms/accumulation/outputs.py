@@ -1,9 +1,8 @@
 """What a network returns beside its loss: the loss's denominator, and outputs for the user. None of it enters the
 gradient.
 
-An output has an axis of the micro-batch's samples, or shape (), or is the same for all micro-batches. Samples are
-concatenated in the batch's order (micro_batches.py), along the axis that output_axes.py finds; scalars are added up and
-divided as the loss is.
+An output has the micro-batch's samples on axis 0, or shape (). Samples are concatenated in the batch's order
+(micro_batches.py); scalars are added up and divided as the loss is.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from collections.abc import Callable, Sequence
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.micro_batches import axis_at
 from gaccum_ms.accumulation.micro_step import float32_loss, kinds_and_shapes
-from gaccum_ms.accumulation.output_axes import Output
 from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
 
@@ -24,12 +21,12 @@ _WANTED = {
     (False, True): "(loss, *aux)",
     (True, True): "(numerator, denominator, *aux)",
 }
-_OUTPUT = "each of 'aux' has shape (), or one axis that counts the micro-batch's samples"
-_REMEDY = "Return a mean of shape (), or an entry for each sample."
+_OUTPUT = "each of 'aux' has the micro-batch's samples on axis 0, or shape ()"
+_REMEDY = "Return a mean of shape (), or an entry for each sample; ops.swapaxes brings samples to axis 0."
 
 
 @ops.constexpr(check=False)  # the check warns about open shapes
-def _check_outputs(kinds, shapes, ratio, aux, rows, axes):
+def _check_outputs(kinds, shapes, ratio, aux, rows):
     """`rows` : the micro-batch's number of samples; None if it is open."""
     first_aux = 1 + ratio
     options, wanted = _wanted(ratio, aux)
@@ -51,11 +48,22 @@ def _check_outputs(kinds, shapes, ratio, aux, rows, axes):
                 f"{wanted}, where each of 'aux' is a Tensor, but output {position} got '{kinds[position]}'. Return the "
                 f"Tensors of a tuple or dict as outputs of their own."
             )
-        axis = axes[position - first_aux] if axes else 0
-        if shape and axis >= 0 and rows is not None and shape[axis] is not None and shape[axis] not in (rows, -1):
-            raise ValueError(
-                f"{wanted}, where {_OUTPUT}, but output {position} got shape {shape} for {rows} sample(s). {_REMEDY}"
-            )
+        _check_rows(wanted, position, shape, rows)
+
+
+def _check_rows(wanted: str, position: int, shape: tuple[int | None, ...], rows: int | None) -> None:
+    if shape and rows is not None and shape[0] not in (rows, None, -1):
+        raise ValueError(
+            f"{wanted}, where {_OUTPUT}, but output {position} got shape {shape} for {rows} sample(s). {_REMEDY}"
+        )
+
+
+def check_aux(shapes: Sequence[tuple[int, ...] | None], ratio: bool, rows: int) -> None:
+    """Check the shapes of what a network returned for `rows` samples, of which only `aux` concerns samples."""
+    wanted = _wanted(ratio, True)[1]
+    for position, shape in enumerate(shapes):
+        if position > ratio and shape is not None:
+            _check_rows(wanted, position, shape, rows)
 
 
 def _wanted(ratio: bool, aux: bool) -> tuple[str, str]:
@@ -76,8 +84,6 @@ class LossWithOutputs(nn.Cell):
         self.aux = options.aux
         self.first_aux = 1 + self.ratio
         self.joined_in_python = options.splits_in_python
-        # The axis of samples of each output, or UNCUT. None: not yet found, as in another graph, and taken for 0.
-        self.axes: tuple[int, ...] | None = None if self.aux else ()
         # Only the first output has a gradient.
         self.backward = ops.value_and_grad(self.seeded_outputs, None, weights, has_aux=True)
 
@@ -95,39 +101,18 @@ class LossWithOutputs(nn.Cell):
         if isinstance(outputs, (tuple, list)):
             kinds, shapes = kinds_and_shapes(outputs)
         known_rows = None if self.joined_in_python or isinstance(rows, ms.Tensor) else rows
-        _check_outputs(kinds, shapes, self.ratio, self.aux, known_rows, self.axes or ())
+        _check_outputs(kinds, shapes, self.ratio, self.aux, known_rows)
         result: tuple = (float32_loss(outputs[0]) * seed,)
         if self.ratio:
             result = (*result, counts.valid_or_nan(outputs[1]))
         for index in range(self.first_aux, len(outputs)):
             output = outputs[index]
-            axis = axis_at(self.axes or (), index - self.first_aux)
-            if output.ndim == 0:
-                output = ops.cast(output, ms.float32) * seed
-            elif axis > 0:
-                output = ops.swapaxes(output, 0, axis)
-            elif axis < 0:
-                output = ops.concat((output,))  # a copy: it may be a Parameter, which changes later
-            result = (*result, output)
+            result = (*result, output if output.ndim > 0 else ops.cast(output, ms.float32) * seed)
         return result
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    def find_axes(self, outputs_of: Callable[[nn.Cell], Sequence[Output | None]]) -> None:
-        """Find the axes of the outputs; `outputs_of` runs a network on two numbers of samples."""
-        self.axes = tuple(axes_of(outputs_of(self.network), self.ratio))
-
-
-def axes_of(outputs: Sequence[Output | None], ratio: bool, widths: tuple[int, int] | None = None) -> list[int]:
-    """The axes of samples of the outputs after the loss, 0 for scalars. `widths` : those of tokens in both runs."""
-    axes = []
-    for output in outputs[1 + ratio :]:
-        axis = output.axis(widths or (0, 0)) if output is not None and output.shapes[0] else 0
-        if output is not None and axis is None:
-            tokens = f", of {widths[0]} and {widths[1]} token(s)" if widths else ""
-            raise ValueError(
-                f"{_wanted(ratio, True)[1]}, where {_OUTPUT}, or is the same for all micro-batches, but "
-                f"{output.text}{tokens}. {_REMEDY}"
-            )
-        axes.append(axis or 0)
-    return axes
+    def check_at(self, rows: int, shapes_of: Callable[[nn.Cell], Sequence[tuple[int, ...] | None]]) -> None:
+        """Check the outputs at this number of samples; `shapes_of` runs a network on as many."""
+        if self.aux:
+            check_aux(shapes_of(self.network), self.ratio, rows)

@@ -26,7 +26,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.copies import Copies
-from gaccum_ms.accumulation.output_axes import outputs_of, two_numbers
+from gaccum_ms.accumulation.forward_alone import rows_of, shapes_of
 from gaccum_ms.accumulation.sums import LOSS, SUMS
 from gaccum_ms.backend.parameters import expose_records
 from gaccum_ms.layers.batchnorm import trains_batch_norm
@@ -88,6 +88,7 @@ class Window(nn.Cell):
         self.weighing = weighing
         self.store = store
         self._check_plan = getattr(micro_step, "check_plan", None)
+        self._outputs_are_checked = not hasattr(micro_step, "check_at")
         self.spans_batches = open_window is not None
         if open_window is not None:
             self.open = open_window
@@ -179,9 +180,8 @@ class Window(nn.Cell):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
             weighings = self.weighing_of_first, self.weighing_of_loop, self.weighing_of_rest
-            axes = self.micro_step.axes or ()
             sums, outputs = micro_batches.add_up_and_join(
-                *weighings, self.records_noise, inputs, plan, axes, seed_per_item, ()
+                *weighings, self.records_noise, inputs, plan, seed_per_item, ()
             )
             return sums, self.means(outputs, sums, scale, seed_per_item)
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), seed_per_item, inputs, plan)
@@ -210,15 +210,12 @@ class Window(nn.Cell):
         ), ()
 
     def means(self, outputs, sums, scale, seed_per_item):
-        """The outputs; those of shape () are divided as this rank's loss is. Others get samples back to their axis."""
+        """The outputs; those of shape () are divided as this rank's loss is."""
         result: tuple = ()
         for index in range(len(outputs)):
             output = outputs[index]
-            axis = micro_batches.axis_at(self.micro_step.axes or (), index)
             if output.ndim == 0:
                 output = self.weighing.own_mean(output, sums, scale, seed_per_item)
-            elif axis > 0:
-                output = ops.swapaxes(output, 0, axis)
             result = (*result, output)
         return result
 
@@ -253,16 +250,18 @@ class Window(nn.Cell):
         if self._check_plan is not None:
             self._check_plan(plan)
 
-    def find_output_axes(
+    def check_outputs(
         self, inputs: Sequence[ms.Tensor], plan: micro_batches.SplitPlan, weights: Sequence[ms.Parameter]
     ) -> None:
-        """Before the first batch: find the axes of samples of what the network returns beside its loss."""
-        if getattr(self.micro_step, "axes", ()) is not None:
+        """Before the first batch: check what the network returns beside its loss at another number of samples than a
+        micro-batch has, so that none fits by chance."""
+        if self._outputs_are_checked:
             return
-        if self.micro_size is None and self.micro_batch_size is None:  # the size is not found yet: a small one
-            plan = micro_batches.plan_split([(plan.samples,)], None, 2)
-        runs, samples = two_numbers(inputs, plan, cut_axes(len(inputs), self.shared, self.axis))
-        self.micro_step.find_axes(lambda network: outputs_of(network, runs, samples, weights))
+        self._outputs_are_checked = True
+        finds_size = self.micro_size is None and self.micro_batch_size is None
+        rows = 1 + (2 if finds_size else plan.size)
+        part = rows_of(inputs, rows, plan.samples, cut_axes(len(inputs), self.shared, self.axis))
+        self.micro_step.check_at(rows, lambda network: shapes_of(network, part, weights))
 
     def reset_eagerly(self) -> None:
         """Outside of a graph, after a batch failed: zero the accumulators. A window of several batches stays as it is

@@ -15,11 +15,6 @@ from gaccum_ms.layers.dropout import dropouts
 
 _NAME = "WithBatchLossCell"
 MOST_REPRESENTATIONS = 16
-_NEEDS_SAMPLES = (
-    f"For '{_NAME}', each representation that 'backbone' returns must have one axis that counts samples, or be the "
-    f"same for all micro-batches, but "
-)
-_OF_BATCH = " What is one for the whole batch belongs to 'loss_fn'."
 FLOATS = (ms.float32, ms.float16, ms.bfloat16, ms.float64)
 
 
@@ -38,10 +33,10 @@ class WithBatchLossCell(nn.Cell):
     With `gather_ranks` , create it after `mindspore.set_auto_parallel_context` .
 
     Args:
-        backbone (Cell): Maps the inputs to representations, a Tensor or a tuple of at most 16, each with one axis that
-            counts samples: embeddings, and other inputs of the loss, such as labels, passed through. What does not
-            depend on the samples, such as a temperature, needs no such axis. Representations that are not of a float
-            dtype get no gradient.
+        backbone (Cell): Maps the inputs to representations, a Tensor or a tuple of at most 16, each with the samples
+            on axis 0: embeddings, and other inputs of the loss, such as labels, passed through. What does not depend
+            on the samples, such as a temperature, has shape :math:`()`. Representations that are not of a float dtype
+            get no gradient.
         loss_fn (Cell): Maps the representations of a whole batch to its loss, a scalar of shape :math:`()`. It may
             have Parameters, such as a temperature.
 
@@ -59,9 +54,9 @@ class WithBatchLossCell(nn.Cell):
 
     Raises:
         TypeError: If `backbone` or `loss_fn` is not a Cell, or `gather_ranks` not a bool.
-        ValueError: If a representation depends on samples and no axis counts them; if none is of a float dtype, or
-            there are more than 16; if, with `gather_ranks` , the ranks' batches differ in size, or samples are not on
-            axis 0 of each representation.
+        ValueError: If a representation has neither the samples on axis 0 nor shape :math:`()`, or with `gather_ranks`
+            shape :math:`()`; if one of shape :math:`()` differs between micro-batches; if none is of a float dtype, or
+            there are more than 16; if, with `gather_ranks` , the ranks' batches differ in size.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -166,29 +161,23 @@ def _check_representations(dtypes):
 
 
 @ops.constexpr(check=False)  # the check warns about open shapes
-def check_samples(shapes, axes, samples):
-    """Check that the representations of a micro-batch have its samples on axis 0, to which they were moved. `axes` :
-    those of samples before, or `UNCUT` ; (): unknown, and taken for 0. `samples` : their number, None if it is open."""
+def check_samples(shapes, rows, ranks):
+    """Check the representations of a micro-batch. `rows` : its number of samples, None if it is open."""
+    check_rows(shapes, rows, ranks)
+
+
+def check_rows(shapes: Sequence[tuple[int | None, ...] | None], rows: int | None, ranks: int) -> None:
+    """Check the shapes of representations of `rows` samples; None: no Tensor, or an open number."""
     for position, shape in enumerate(shapes):
-        has_samples = shape and (samples is None or shape[0] in (samples, None, -1))
-        if not has_samples and not (axes and axes[position] < 0):
-            raise ValueError(f"{_NEEDS_SAMPLES}output {position} got shape {shape} for {samples} sample(s).{_OF_BATCH}")
-
-
-def axes_of(outputs: Sequence[Any], ranks: int) -> tuple[int, ...]:
-    """The axes of samples of the representations, of which each is an `Output` ."""
-    axes = []
-    for output in outputs:
-        axis = 0 if output is None else output.axis()
-        if axis is None:
-            raise ValueError(f"{_NEEDS_SAMPLES}{output.text}.{_OF_BATCH}")
-        if axis != 0 and ranks > 1:
+        if shape is None or (not shape and ranks == 1):
+            continue
+        if not shape or (rows is not None and shape[0] not in (rows, None, -1)):
+            number = ", or shape ()" if ranks == 1 else ", along which 'gather_ranks' joins ranks"
             raise ValueError(
-                f"For '{_NAME}', with 'gather_ranks' each representation that 'backbone' returns must have the samples "
-                f"on axis 0, along which ranks are joined, but {output.text}. Move them there."
+                f"For '{_NAME}', each representation that 'backbone' returns must have the samples on axis 0{number}, "
+                f"but output {position} got shape {shape} for {rows} sample(s). ops.swapaxes brings samples there; "
+                f"what is one for the whole batch belongs to 'loss_fn'."
             )
-        axes.append(axis)
-    return tuple(axes)
 
 
 def check_ranks(network: WithBatchLossCell) -> None:

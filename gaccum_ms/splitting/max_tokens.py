@@ -64,7 +64,7 @@ class MaxTokens(Splitter):
         list[tuple[Tensor]], the inputs of each micro-batch. ``plan`` is then the :class:`TokenPlan` of this batch, to
         print and to draw. A training step does not change this object, which several steps may have: its ``split`` is a
         copy with the step's own ``plan`` , ``widths`` and ``max_tokens`` . Outputs of a network with `aux` come back in
-        the batch's order; an axis of tokens is padded with zeros, or cut, to :math:`W` .
+        the batch's order; tokens on axis 1 are padded with zeros, or cut, to :math:`W` .
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -186,20 +186,13 @@ class MaxTokens(Splitter):
         runs = [rows.micro_batch(*run) for run in zip(samples, (width, other), strict=True)]
         return runs, numbers, (width, other)
 
-    def in_order(self, outputs: Sequence[np.ndarray], axis: int, tokens: Sequence[int]) -> np.ndarray:
+    def in_order(self, outputs: Sequence[np.ndarray], has_tokens: bool) -> np.ndarray:
         """They have the batch's width, too."""
         if self.plan is None:
             raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
-        if axis < 0:
-            if any(not np.array_equal(output, outputs[0], equal_nan=output.dtype.kind in "fc") for output in outputs):
-                raise ValueError(
-                    f"For '{_NAME}', an output without an axis that counts samples must be the same for all "
-                    f"micro-batches, but got another value for a later one. Return a mean of shape (), or an entry for "
-                    f"each sample. Nothing was updated."
-                )
-            return outputs[0]
-        joined = np.concatenate([_at_width(output, tokens, self.plan.before) for output in outputs], axis)
-        return joined.take(self.plan.order, axis)
+        width = self.plan.before
+        joined = np.concatenate([_at_width(output, width) for output in outputs] if has_tokens else outputs)
+        return joined[self.plan.order]
 
     def check_padding(self, counted: Callable[..., Sequence[tuple[str, float]]]) -> None:
         """Done once."""
@@ -295,7 +288,7 @@ class MaxTokens(Splitter):
             )
 
 
-def _at_width(output: np.ndarray, axes: Sequence[int], width: int) -> np.ndarray:
-    """The output with these axes padded with zeros, or cut, to a width."""
-    cut = output[tuple(slice(width) if axis in axes else slice(None) for axis in range(output.ndim))]
-    return np.pad(cut, [(0, width - size) if axis in axes else (0, 0) for axis, size in enumerate(cut.shape)])
+def _at_width(output: np.ndarray, width: int) -> np.ndarray:
+    """The output with axis 1 padded with zeros, or cut, to a width."""
+    cut = output[:, :width]
+    return np.pad(cut, [(0, 0), (0, width - cut.shape[1])] + [(0, 0)] * (cut.ndim - 2))

@@ -46,9 +46,9 @@ class Splitter:
         sizes can be tried."""
         return None
 
-    def in_order(self, outputs: Sequence[np.ndarray], axis: int, tokens: Sequence[int]) -> np.ndarray:
-        """An output of all micro-batches, joined in the batch's order, where `two_sizes` has shown its axes: `axis` ,
-        that of samples, or -1 if all micro-batches have the same output, and those of `tokens` ."""
+    def in_order(self, outputs: Sequence[np.ndarray], has_tokens: bool) -> np.ndarray:
+        """An output of all micro-batches, joined in the batch's order. `has_tokens` : whether axis 1 counts tokens, as
+        `two_sizes` has shown."""
         raise NotImplementedError
 
     def worst_case(self, *batch: Any) -> WorstCase:

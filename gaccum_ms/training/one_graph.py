@@ -38,7 +38,7 @@ def even_batch(parts: Parts, inputs: tuple[Any, ...]) -> Batch:
             f"larger than the batch, but got micro_size={options.micro_size} and a batch of {plan.samples} sample(s). "
             f"Use a larger batch or a smaller 'micro_size'; samples per micro-batch are set by 'micro_batch_size'."
         )
-    window.find_output_axes(inputs, plan, parts.weights)
+    window.check_outputs(inputs, plan, parts.weights)
     return Batch(inputs, (plan.size, plan.rest), lambda: even_micro_batches(window, options, inputs), inputs)
 
 

@@ -20,11 +20,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
-from gaccum_ms.accumulation.output_axes import outputs_of, ratio_of
-from gaccum_ms.accumulation.outputs import axes_of
+from gaccum_ms.accumulation.forward_alone import outputs_of, shapes_of
+from gaccum_ms.accumulation.outputs import check_aux
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.sums import SUMS
 from gaccum_ms.accumulation.update import OfWindow
+from gaccum_ms.backend.snapshot import as_numpy
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.training.runner import Batch, Runner
 
@@ -63,8 +64,8 @@ class PythonSplit(Runner):
         self._count = options.own_count
         self._by_samples = self._count is None
         self._first_output = 1 + options.returns_ratio  # its position in what the network returns
-        # How the outputs of a MaxTokens are joined: the axis of samples of each, and those of tokens.
-        self._axes: list[tuple[int, tuple[int, ...]]] | None = None
+        # Of each output of a MaxTokens, whether axis 1 counts tokens.
+        self._has_tokens: list[bool] | None = None
         self.split_by(options.split.working_copy())
         self.renew_graphs()
 
@@ -80,8 +81,8 @@ class PythonSplit(Runner):
         micro_batches = micro_batches_of(self.split, inputs, self._by_samples)
         self._parts.check_inputs(len(micro_batches[0]))
         self.split.check_padding(self._counted)
-        if self._parts.options.aux and self._axes is None:
-            self._find_axes(inputs)
+        if self._parts.options.aux and self._has_tokens is None:
+            self._look_at_outputs(inputs)
         sizes = [part[0].shape[0] if part[0].ndim else 1 for part in micro_batches]
         return Batch(inputs, sizes, lambda: micro_batches)
 
@@ -91,20 +92,28 @@ class PythonSplit(Runner):
             return [("'count'", float(self._count(*micro_batch)))]
         if not self._parts.options.returns_ratio:
             return []
-        ratio = ratio_of(self._parts.network, micro_batch, self._parts.weights)
-        if ratio is None:
-            return []
-        numerator, denominator = ratio
+        outputs = outputs_of(self._parts.network, micro_batch, self._parts.weights)
+        pair = [np.asarray(as_numpy(value) if isinstance(value, ms.Tensor) else value) for value in outputs[:2]]
+        if len(pair) < 2 or any(value.dtype.kind not in "iufb" or value.size != 1 for value in pair):
+            return []  # a check explains it when the step is compiled
+        numerator, denominator = (float(value.item()) for value in pair)
         return [("the denominator of a ratio", denominator), ("the numerator of a ratio", numerator)]
 
-    def _find_axes(self, batch: Sequence[Any]) -> None:
+    def _look_at_outputs(self, batch: Sequence[Any]) -> None:
+        """Check the outputs at two sizes, so that none fits by chance, and see which have tokens on axis 1."""
         sizes = self.split.two_sizes(*batch)
         if sizes is None:
             return
-        runs, samples, widths = sizes
-        outputs = outputs_of(self._parts.network, runs, samples, self._parts.weights)
-        tokens = [output.axes_of(widths) if output is not None else () for output in outputs[self._first_output :]]
-        self._axes = list(zip(axes_of(outputs, self._parts.options.returns_ratio, widths), tokens, strict=True))
+        network, weights = self._parts.network, self._parts.weights
+        has_tokens: list[bool] = []
+        for micro_batch, rows, width in zip(*sizes, strict=True):
+            shapes = shapes_of(network, micro_batch, weights)
+            check_aux(shapes, self._parts.options.returns_ratio, rows)
+            aux = shapes[self._first_output :]
+            of_size = [shape is not None and len(shape) > 1 and shape[1] == width for shape in aux]
+            has_tokens = [all(pair) for pair in zip(has_tokens or of_size, of_size or has_tokens, strict=True)]
+        # A network that takes neither size is refused when a micro-batch of the batch runs.
+        self._has_tokens = has_tokens or None
 
     def run(self, batch: Batch) -> Any:
         return self.end(self.add(batch))
@@ -158,10 +167,10 @@ class PythonSplit(Runner):
         if not self.split.joins:
             return outputs[0]
         arrays = [output.asnumpy() for output in outputs]
-        if self._axes is not None:
-            joined = self.split.in_order(arrays, *self._axes[number])
+        if self._has_tokens is not None:
+            joined = self.split.in_order(arrays, self._has_tokens[number])
         else:
-            joined = _joined_by_shapes(self._first_output + number, arrays, [part[0].shape for part in micro_batches])
+            joined = _joined(self._first_output + number, arrays, micro_batches)
         return ms.Tensor(joined, outputs[0].dtype)
 
     def _times(self, micro_batches: Sequence[tuple[ms.Tensor, ...]]) -> list[float]:
@@ -173,25 +182,19 @@ class PythonSplit(Runner):
         return [sum(samples) / number for number in samples]
 
 
-def _joined_by_shapes(position: int, arrays: Sequence[np.ndarray], inputs: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """An output of micro-batches that a function made, of which no other sizes can be tried. It is joined along the
-    axis in which they differ, or which is as long as the first input of each. `position` : of the output among the
-    network's; `inputs` : the shape of the first input of each."""
-    shapes = [array.shape for array in arrays]
-    if len({len(shape) for shape in shapes}) == 1:
-        lengths = list(zip(*shapes, strict=True))
-        differing = [axis for axis, each in enumerate(lengths) if len(set(each)) > 1]
-        rows = tuple(shape[0] if shape else 1 for shape in inputs)
-        axes = differing or [axis for axis, each in enumerate(lengths) if each == rows][:1]
-        if len(axes) == 1:
-            return np.concatenate(arrays, axes[0])
-        if all(np.array_equal(array, arrays[0]) for array in arrays):
-            return arrays[0]
+def _joined(position: int, arrays: Sequence[np.ndarray], micro_batches: Sequence[tuple[ms.Tensor, ...]]) -> np.ndarray:
+    """An output of micro-batches that a function made, joined along axis 0. Nobody knows which of their inputs count
+    samples, so its length must differ between micro-batches, or be that of an input. `position` : of the output among
+    the network's."""
+    rows = [array.shape[0] for array in arrays]
+    of_inputs = [[part.shape[0] if part.ndim else 1 for part in parts] for parts in zip(*micro_batches, strict=True)]
+    if len({array.shape[1:] for array in arrays}) == 1 and (len(set(rows)) > 1 or rows in of_inputs):
+        return np.concatenate(arrays)
     raise ValueError(
-        f"For '{_NAME}', with a function as 'split' an output beside the loss must have shape (), or one axis in which "
-        f"micro-batches differ or that is as long as their first input, or be the same for all, but output {position} "
-        f"got shapes {shapes} for first inputs of shapes {list(inputs)}. Return a mean of shape (), or an entry for "
-        f"each sample. Nothing was updated."
+        f"For '{_NAME}', with a function as 'split' an output beside the loss must have its samples on axis 0, or "
+        f"shape (), but output {position} got shapes {[array.shape for array in arrays]} for micro-batches with inputs "
+        f"of shapes {[[part.shape for part in micro_batch] for micro_batch in micro_batches]}. Return a mean of shape "
+        f"(), or an entry for each sample; ops.swapaxes brings samples to axis 0. Nothing was updated."
     )
 
 

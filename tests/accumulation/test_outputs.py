@@ -127,7 +127,7 @@ def test_outputs_are_the_batchs_and_change_nothing(mode, loss, micro_size):
 
 
 def test_negative_control_a_changed_order_is_caught(pynative, monkeypatch):
-    def in_front(state, turned, rows, axes):
+    def in_front(state, turned, rows):
         following = (state[0] + rows, state[1] + turned[0])
         for old, new in zip(state[2:], turned[1:], strict=True):
             following = (*following, old + new if new.shape == () else ops.concat((new, old[: len(old) - rows])))
@@ -208,7 +208,7 @@ def test_in_a_graph_for_all_lengths():
     [
         ("alone", "pynative", ValueError, "a tuple, but got one output. Return such"),
         ("nothing", "pynative", ValueError, "a tuple, but got a tuple of 1. Return such"),
-        ("part", "graph", ValueError, r"output 1 got shape \(1,\) for 4 sample\(s\) and shape \(1,\) for 8. Return"),
+        ("part", "graph", ValueError, r"output 1 got shape \(1,\) for 5 sample\(s\). Return"),
         ("tuple", "pynative", TypeError, "each of 'aux' is a Tensor, but output 1 got 'Tuple.*'. Return"),
         ("text", "pynative", TypeError, "each of 'aux' is a Tensor, but output 1 got 'String'. Return"),
     ],
@@ -220,6 +220,58 @@ def test_what_is_no_output_is_refused(kind, error, got, mode):
     with pytest.raises(error, match=rf"with aux=True the network must return \(loss, \*aux\).*{got}"):
         step(*batch(MASK))
     np.testing.assert_array_equal(as_numpy(step.weights[0]), START.astype(np.float32))
+
+
+class Looking(nn.Cell):
+    """Returns outputs that are not per sample, though two samples, as in each micro-batch, make them look so. A
+    Parameter counts its runs."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.dense = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
+        self.runs = ms.Parameter(Tensor(0.0), name="runs", requires_grad=False)
+        self.kind = kind
+
+    def construct(self, x):
+        rows = self.dense(x.reshape((2, 3)) if self.kind == "two" else x)
+        loss = ops.depend(ops.square(rows).mean(), ops.assign_add(self.runs, Tensor(1.0)))
+        if self.kind == "means":
+            return loss, x, rows.mean(axis=0)
+        if self.kind == "table":
+            return loss, self.dense.weight
+        if self.kind == "turned":
+            return loss, ops.swapaxes(rows, 0, 1)
+        return loss, rows
+
+
+@pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
+@pytest.mark.parametrize(
+    ("kind", "mode", "got"),
+    [
+        ("means", "graph", r"but output 2 got shape \(2,\) for 3 sample\(s\). Return a mean"),
+        ("table", "pynative", r"but output 1 got shape \(2, 3\) for 3 sample\(s\). Return a mean"),
+        ("turned", "pynative", r"but output 1 got shape \(2, 3\) for 3 sample\(s\).*ops.swapaxes brings samples to axis 0"),
+    ],
+    indirect=["mode"],
+    ids=["means", "table", "turned"],
+)
+def test_what_has_no_samples_on_axis_0_is_refused_before_an_update(kind, got, mode):
+    """Also where each micro-batch has as many samples as the output has rows."""
+    network = Looking(kind)
+    step = step_of(network, aux=True, micro_size=4)
+    with pytest.raises(ValueError, match=got):
+        step(Tensor(np.ones((8, 3), np.float32)))
+    np.testing.assert_array_equal(as_numpy(network.dense.weight), np.ones((2, 3), np.float32))
+    assert int(step.update_count.asnumpy()) == 0
+    assert not as_numpy(network.runs), "what looks at the network leaves no trace"
+
+
+@pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
+def test_a_network_that_takes_one_size_alone_trains(pynative):
+    network = Looking("two")
+    _, rows = step_of(network, aux=True, micro_size=2)(Tensor(np.arange(12).reshape(4, 3), ms.float32))
+    np.testing.assert_array_equal(rows.asnumpy(), np.repeat([[3.0], [12], [21], [30]], 2, axis=1))
+    assert as_numpy(network.runs) == 2
 
 
 def test_an_option_that_is_no_bool_is_refused():

@@ -20,7 +20,6 @@ from gaccum_ms import (
     convert_batchnorm_to_groupnorm,
 )
 from tests.accumulation.test_kinds_of_networks import DATA, LAYERS, Network
-from tests.accumulation.test_output_axes import LossAlone
 from tests.support.reference import OPTIMIZERS, as_numpy, batches, make_network, make_step
 
 RANDOM = np.random.default_rng(0)
@@ -384,6 +383,15 @@ def test_names_state_and_the_recipe_makes_it_pass(pynative):
     assert "'after_update' of a gaccum_ms.Transform" in report.problems[0]
     network = Teacher()
     assert report_of(network, X, aux=True, transforms=(MoveTeacher(network),)).ok
+
+
+class LossAlone(nn.Cell):
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, *inputs):
+        return self.network(*inputs)[0]
 
 
 @pytest.mark.core(mode="pynative")

@@ -6,6 +6,8 @@ test_split_ranks.py.
 
 from __future__ import annotations
 
+import re
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -165,16 +167,16 @@ def test_each_batch_of_a_window_that_is_asked_for_later_returns_its_own_mean(spl
 
 
 class States(nn.Cell):
-    """An output with samples on axis 1, and one whose shape differs in two axes."""
+    """Two outputs of samples, or one whose shape differs in two axes, or one that no sample changes."""
 
-    def __init__(self, wide=False):
+    def __init__(self, second="rows"):
         super().__init__()
         self.dense = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
-        self.wide = wide
+        self.second = second
 
     def construct(self, x, y):
         loss = ops.square(self.dense(x)).mean()
-        return loss, ops.stack((x, y, x + y)), x @ x.T if self.wide else x
+        return loss, ops.stack((x, y, x + y), 1), {"rows": x, "map": x @ x.T, "table": self.dense.weight}[self.second]
 
 
 def thirds(x, y):
@@ -182,19 +184,20 @@ def thirds(x, y):
 
 
 @pytest.mark.parametrize("split", [halves, thirds])
-def test_outputs_of_a_function_are_joined_where_micro_batches_differ(split, pynative):
+def test_outputs_of_a_function_are_joined(split, pynative):
     step = make_step(split, States, aux=True)
     x, y = np.arange(8.0, dtype=np.float32).reshape(4, 2), np.ones((4, 2), np.float32)
     _, states, rows = step(Tensor(x), Tensor(y))
-    np.testing.assert_array_equal(states.asnumpy(), np.stack((x, y, x + y)))
+    np.testing.assert_array_equal(states.asnumpy(), np.stack((x, y, x + y), 1))
     np.testing.assert_array_equal(rows.asnumpy(), x)
 
 
-def test_outputs_that_cannot_be_joined_are_refused_before_the_update(pynative):
-    network = States(wide=True)
+@pytest.mark.parametrize(("second", "shapes"), [("map", "(1, 1), (3, 3)"), ("table", "(1, 2), (1, 2)")])
+def test_outputs_that_cannot_be_joined_are_refused_before_the_update(second, shapes, pynative):
+    network = States(second)
     step = make_step(thirds, lambda: network, aux=True)
     x = Tensor(np.ones((4, 2), np.float32))
-    with pytest.raises(ValueError, match=r"but output 2 got shapes \[\(1, 1\), \(3, 3\)\] for first"):
+    with pytest.raises(ValueError, match=re.escape(f"but output 2 got shapes [{shapes}] for micro-batches")):
         step(x, x)
     assert int(step.update_count.asnumpy()) == 0
     np.testing.assert_array_equal(as_numpy(network.dense.weight), np.ones((1, 2), np.float32))
