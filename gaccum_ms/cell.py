@@ -114,15 +114,15 @@ class GradAccumulationCell(nn.Cell):
             the window does not update. ``"drop_micro_batch"`` : the micro-batch is left out, only on its rank, and the
             rest is divided by the remaining total of all ranks; ranks are then weighted by their samples or counts. A
             dynamic loss scale is reduced too. Default: ``"drop_window"`` .
-        record_noise (bool, optional): Record the squared gradient norms of the window's first micro-batch and of the
+        record_noise (bool, optional): Record the squared gradient norms of the window's micro-batches and of the
             window, in ``noise_sums`` and ``grad_norm`` of the step, for :class:`GradNoiseScale`
             and :class:`AdaptiveAccumulation` . Default: ``False`` .
         aux (bool, optional): Whether the network returns more than its loss: a tuple (loss, \*aux), or (numerator,
             denominator, \*aux). The training step returns `aux` after its own outputs; `aux` has no gradient. A Tensor
-            with an axis of samples is joined along it over all micro-batches, in the batch's order; one that no sample
-            changes is returned once; one of shape :math:`()` becomes float32, and is added up and divided as the loss
-            is, over this rank's batch. The network then runs also for micro-batches that count nothing, so that all
-            samples have outputs. It is compiled twice: see :class:`TrainingMetrics` . Default: ``False`` .
+            with the samples on axis 0 is joined over all micro-batches, in the batch's order; one of shape :math:`()`
+            becomes float32, and is added up and divided as the loss is, over this rank's batch. The network then runs
+            also for micro-batches that count nothing, so that all samples have outputs. It is compiled twice: see
+            :class:`TrainingMetrics` . Default: ``False`` .
         jit (bool, optional): Compile the training step in PyNative mode too, where an eager update takes 1.5 to 20
             times as long. Default: ``None`` , run it eagerly, so that breakpoints work. Graph mode always compiles,
             and so does ``"auto"`` . A compiled step keeps each layer's `set_train` at compile time.

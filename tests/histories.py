@@ -52,7 +52,7 @@ from tests.support.ranks import Ranks
 from tests.support.reference import as_numpy
 
 # Of the step's Parameters, those that hold the open window in the code's own units, or say where it comes from.
-_IN_UNITS = ("window_unit", "window_sums", "window_first", "batch_items", "noise_sums", "random_state", "window_rule")
+_IN_UNITS = ("window_unit", "window_sums", "window_squares", "batch_items", "noise_sums", "random_state", "window_rule")
 # `batch_samples` is noted when a checkpoint is saved.
 NOT_COMPARED = ("accu_grads", "accu_compensation", OWN + "batch_samples", *(OWN + name for name in _IN_UNITS))
 # The records of the last window, of which nothing is known after an error.
@@ -141,7 +141,8 @@ class History:
     def noise(self) -> np.ndarray:
         """What GradNoiseScale reads of the last window."""
         noise = self.trainer.window.noise.read(float(self.trainer.grad_norm.asnumpy()))
-        return np.array([noise.first_square_norm, noise.first_items, noise.items]) if noise.is_known else np.zeros(0)
+        known = [noise.squares, noise.micro_batches, noise.added_items, noise.items]
+        return np.array(known) if noise.is_known else np.zeros(0)
 
     def compare(self, name: str, expected: Any, actual: Any, tolerance: float | None) -> None:
         """Without a tolerance the values must be the same bits."""

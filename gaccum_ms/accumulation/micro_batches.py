@@ -148,11 +148,12 @@ def _without_first(value, start, axis):
     return value[start:] if axis == 0 else ops.swapaxes(ops.swapaxes(value, 0, axis)[start:], 0, axis)
 
 
-def add_up(part_of, part_of_last, sums, inputs, plan, start, loops, *arguments):
-    """The loop over a batch: adds ``part_of(*arguments, rows, *micro_batch)`` to `sums` for each micro-batch from
-    sample `start` on, and `part_of_last` for the last one of another size. `loops` : whether any comes before that."""
+def add_up(part_of, part_of_last, sums, inputs, plan, loops, *arguments):
+    """The loop over a batch: adds ``part_of(*arguments, rows, *micro_batch)`` to `sums` for each micro-batch, and
+    `part_of_last` for the last one of another size. `loops` : whether those before it are not added yet."""
     looped, rest, axes = plan[LOOPED], plan[REST], plan[AXES]
     if loops:
+        start = ms.Tensor(0, ms.int32)
         while start < looped:
             rows = rows_from(start, plan)
             sums = sums + part_of(*arguments, rows, *take(inputs, start, rows, axes))
@@ -160,8 +161,8 @@ def add_up(part_of, part_of_last, sums, inputs, plan, start, loops, *arguments):
     return sums + part_of_last(*arguments, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
 
 
-def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, *arguments):
-    """As `add_up` , for weighings whose ``run_and_add(is_first, *arguments, rows, *micro_batch)`` returns a part of the
+def add_up_and_join(of_first, of_loop, of_last, inputs, plan, *arguments):
+    """As `add_up` , for weighings whose ``run_and_add(*arguments, rows, *micro_batch)`` returns a part of the
     sums and a micro-batch's outputs. Returns the sums and the batch's outputs, which have samples on axis 0, or shape
     ()."""
     samples, size, looped, rest, axes = plan[SAMPLES], plan[SIZE], plan[LOOPED], plan[REST], plan[AXES]
@@ -170,13 +171,13 @@ def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, *argumen
     start = ms.Tensor(0, ms.int32)
     micro_batch = take(inputs, start, size, axes)
     if not of_first.leaves_out:
-        first = of_first.run_and_add(is_first, *arguments, size, *micro_batch)
+        first = of_first.run_and_add(*arguments, size, *micro_batch)
     else:
         ran, gradients = of_first.run(*arguments, size, of_first.count_before(micro_batch), *micro_batch)
         sums = of_first.rejected(ran)
         takes = of_first.takes(ran, gradients)
         while takes:  # once or not at all, here and in the loop: see the rules at the head of step.py
-            sums = of_first.added(is_first, arguments[0], ran, gradients)
+            sums = of_first.added(arguments[0], ran, gradients)
             takes = ms.Tensor(False)
         first = of_first.with_outputs(sums, ran)
     # Each output is as long as the batch, with the first micro-batch's rows at its end. An iteration appends its rows
@@ -194,10 +195,10 @@ def add_up_and_join(of_first, of_loop, of_last, is_first, inputs, plan, *argumen
         else:
             while state[0] < looped:
                 rows = rows_from(state[0], plan)
-                part = of_loop.run_and_add(False, *arguments, rows, *take(inputs, state[0], rows, axes))
+                part = of_loop.run_and_add(*arguments, rows, *take(inputs, state[0], rows, axes))
                 state = _following(state, part, rows)
     if rest > 0:
-        state = _following(state, of_last.run_and_add(False, *arguments, rest, *take_rest(inputs, looped, axes)), rest)
+        state = _following(state, of_last.run_and_add(*arguments, rest, *take_rest(inputs, looped, axes)), rest)
     return state[1], state[2:]
 
 
@@ -210,7 +211,7 @@ def _joined_of_taken(weighing, state, inputs, plan, *arguments):
         sums = weighing.rejected(ran)
         takes = weighing.takes(ran, gradients)
         while takes:
-            sums = weighing.added(False, arguments[0], ran, gradients)
+            sums = weighing.added(arguments[0], ran, gradients)
             takes = ms.Tensor(False)
         state = _following(state, weighing.with_outputs(sums, ran), rows)
     return state

@@ -74,18 +74,17 @@ class OpenWindow(nn.Cell):
         numbers of a mean's size."""
         first = self.window_position == 0
         steps = ops.select(first, self.accumulation_steps + 0, self.window_steps + 0)
-        seed_per_item = self.seed_of_window(scale, count, steps)[0]
+        seed_per_item = self.seed_of_window(scale, count, steps)
         begun = ops.depend(ops.assign(self.window_steps, steps), seed_per_item)
         begun = ops.assign(self.window_unit, ops.depend(seed_per_item, begun))
         begun = ops.assign(self.window_position, ops.depend(self.window_position + 1, begun))
         return ops.depend(seed_per_item, begun)
 
     def seed_of_window(self, scale, count, steps):
-        """The seed of one item, and whether it was unset. An unset one is computed for `steps` batches of this
-        count."""
+        """The seed of one item. An unset one is computed for `steps` batches of this count."""
         seed = self.window_unit + 0.0
         new_seed = scale / (count * ops.cast(steps, ms.float32))
-        return ops.select(ops.logical_and(seed == 0, count > 0), new_seed, seed), seed == 0
+        return ops.select(ops.logical_and(seed == 0, count > 0), new_seed, seed)
 
     def after_micro_batch(self, sums):
         """For a batch that Python cuts: other code may clear the device's flag between two micro-batches."""

@@ -52,7 +52,7 @@ class CountedReduction(nn.Cell):
         self.sum_over_ranks = SumOverRanks(weights, (self.size,))
         self.factor = self.sum_over_ranks.summed_ranks() if by_samples else 1.0
         if records_noise:
-            self.noise = NoiseRecord(None, self.factor, position)
+            self.noise = NoiseRecord(None, self.factor)
         self.ranks = self.sum_over_ranks.ranks
         self.window_count = record("window_count")
         self.dropped_micro_batches = record("dropped_micro_batches")
@@ -67,7 +67,7 @@ class CountedReduction(nn.Cell):
             batches = ops.cast(ops.depend(self.window_position, sums), ms.float32)
             sums = ops.concat((sums, batches.reshape((1,))))
         if self.records_noise:
-            sums = ops.concat((sums, ops.depend(self.noise.window_first, sums) + 0.0))
+            sums = ops.concat((sums, ops.depend(self.noise.window_squares, sums) + 0.0))
         gradients = self.map(ops.partial(scale_by, rescale), gradients)
         gradients, over_ranks = self.sum_over_ranks(gradients, sums)
         all_sums = ops.unstack(over_ranks[:SUMS])

@@ -57,10 +57,11 @@ class ByCountsOfEach(nn.Cell):
     def zero_sums(self):
         return ops.zeros((self.number,), ms.float32)
 
-    def add_up(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
-        """The loop over a batch's micro-batches from sample `start` to `end` . An inner loop runs once or not at all:
-        see the rules at the head of step.py."""
-        while start < end:
+    def add_up(self, sums, inputs, plan, seed_per_item, prepared):
+        """The loop over a batch's micro-batches. An inner loop runs once or not at all: see the rules at the head of
+        step.py."""
+        start = ms.Tensor(0, ms.int32)
+        while start < plan[micro_batches.LOOPED]:
             rows = micro_batches.rows_from(start, plan)
             micro_batch = micro_batches.take(inputs, start, rows, plan[micro_batches.AXES])
             items = self.counting.of(*micro_batch)
@@ -92,7 +93,7 @@ class ByCountsOfEach(nn.Cell):
             start = start + rows
         return sums
 
-    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, seed_per_item, prepared, size, *micro_batch):
         """One micro-batch, outside of a loop."""
         items = self.counting.of(*micro_batch)
         if not self.leaves_out:

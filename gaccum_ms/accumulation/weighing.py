@@ -54,14 +54,14 @@ class BySamples(nn.Cell):
 
     def __init__(self, parts: WeighingParts) -> None:
         super().__init__(auto_prefix=False)
-        options, _, grad_reducer, micro_step, store, position = parts
+        options, _, grad_reducer, micro_step, store, _ = parts
         self.micro_step = micro_step
         self.store = store
         self.grad_reducer = grad_reducer
         self.loss_is_mean = micro_step.loss_is_mean
         self.records_noise = options.record_noise
         if options.record_noise:
-            self.noise = NoiseRecord(grad_reducer, position=position)
+            self.noise = NoiseRecord(grad_reducer)
 
     def seed_per_item(self, inputs, plan, scale):
         return scale / plan[micro_batches.SAMPLES] if self.loss_is_mean else scale
@@ -73,16 +73,16 @@ class BySamples(nn.Cell):
     def zero_sums(self):
         return ms.Tensor(0.0, ms.float32)
 
-    def run(self, is_first, seed_per_item, prepared, size, *micro_batch):
+    def run(self, seed_per_item, prepared, size, *micro_batch):
         """A micro-batch's part of the sums (with outputs, a tuple that begins with it), and its gradients."""
         part, gradients = self.micro_step.run(seed_per_item * self.items(size), prepared, size, *micro_batch)
-        if is_first:
+        if self.records_noise:
             part = ops.depend(part, self.noise.note(gradients, seed_per_item, counts.float32(size)))
         return part, gradients
 
-    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, seed_per_item, prepared, size, *micro_batch):
         # Passed with `*` : graph mode forgets the length of a tuple of equal shapes inside an `if` on a Tensor.
-        part, gradients = self.run(is_first, seed_per_item, prepared, size, *micro_batch)
+        part, gradients = self.run(seed_per_item, prepared, size, *micro_batch)
         return ops.depend(part, self.store.add(gradients))
 
     def own_mean(self, parts, sums, scale, seed_per_item):
@@ -124,6 +124,7 @@ class ByCounts(nn.Cell):
         self.reduction = CountedReduction(
             weights, self.weighs_samples, self.is_mean, self.min_count, options.record_noise, position
         )
+        self.records_noise = options.record_noise
         if options.record_noise:
             self.noise = self.reduction.noise
         self.window_count = self.reduction.window_count
@@ -147,14 +148,15 @@ class ByCounts(nn.Cell):
         return ms.Tensor([0.0, 0.0, 0.0], ms.float32)
 
     def add_up(self, *arguments):
-        """The loop over a batch's micro-batches from sample `start` to `end` . An inner loop runs once or not at all:
-        see the rules at the head of step.py."""
+        """The loop over a batch's micro-batches. An inner loop runs once or not at all: see the rules at the head of
+        step.py."""
         return self.add_up_taken(*arguments) if self.judges else self.add_up_counted(*arguments)
 
-    def add_up_counted(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
+    def add_up_counted(self, sums, inputs, plan, seed_per_item, prepared):
         """For micro-batches that may be left out before they run."""
         axes = plan[micro_batches.AXES]
-        while start < end:
+        start = ms.Tensor(0, ms.int32)
+        while start < plan[micro_batches.LOOPED]:
             rows = micro_batches.rows_from(start, plan)
             micro_batch = micro_batches.take(inputs, start, rows, axes)
             count = self.count_before(micro_batch)
@@ -162,16 +164,17 @@ class ByCounts(nn.Cell):
             runs = self.runs(count)
             while runs:
                 ran, gradients = self.run(seed_per_item, prepared, rows, count, *micro_batch)
-                part = self.added(is_first, seed_per_item, ran, gradients)
+                part = self.added(seed_per_item, ran, gradients)
                 runs = ms.Tensor(False)
             sums = sums + part
             start = start + rows
         return sums
 
-    def add_up_taken(self, is_first, sums, inputs, plan, start, end, seed_per_item, prepared):
+    def add_up_taken(self, sums, inputs, plan, seed_per_item, prepared):
         """For micro-batches that may be left out after they ran too."""
         axes = plan[micro_batches.AXES]
-        while start < end:
+        start = ms.Tensor(0, ms.int32)
+        while start < plan[micro_batches.LOOPED]:
             rows = micro_batches.rows_from(start, plan)
             micro_batch = micro_batches.take(inputs, start, rows, axes)
             count = self.count_before(micro_batch)
@@ -182,32 +185,32 @@ class ByCounts(nn.Cell):
                 part = self.rejected(ran)
                 takes = self.takes(ran, gradients)
                 while takes:
-                    part = self.added(is_first, seed_per_item, ran, gradients)
+                    part = self.added(seed_per_item, ran, gradients)
                     takes = ms.Tensor(False)
                 runs = ms.Tensor(False)
             sums = sums + part
             start = start + rows
         return sums
 
-    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, seed_per_item, prepared, size, *micro_batch):
         """One micro-batch, outside of a loop."""
         count = self.count_before(micro_batch)
         part = self.left_out(count)
         if not self.may_not_run or self.runs(count):
-            part = self.run_and_judge(is_first, seed_per_item, prepared, size, count, *micro_batch)
+            part = self.run_and_judge(seed_per_item, prepared, size, count, *micro_batch)
         return part
 
-    def run_and_judge(self, is_first, seed_per_item, prepared, size, count, *micro_batch):
+    def run_and_judge(self, seed_per_item, prepared, size, count, *micro_batch):
         ran, gradients = self.run(seed_per_item, prepared, size, count, *micro_batch)
         if not self.judges:
-            return self.added(is_first, seed_per_item, ran, gradients)
-        return self.judged(is_first, seed_per_item, ran, *gradients)
+            return self.added(seed_per_item, ran, gradients)
+        return self.judged(seed_per_item, ran, *gradients)
 
-    def judged(self, is_first, seed_per_item, ran, *gradients):
+    def judged(self, seed_per_item, ran, *gradients):
         """Adds a micro-batch that ran, unless it is left out."""
         part = self.rejected(ran)
         if self.takes(ran, gradients):
-            part = self.added(is_first, seed_per_item, ran, gradients)
+            part = self.added(seed_per_item, ran, gradients)
         return part
 
     def count_before(self, micro_batch):
@@ -247,10 +250,10 @@ class ByCounts(nn.Cell):
         sums = self.left_out(ran[1])
         return ops.select(self.belongs(ran), ms.Tensor([0.0, 0.0, 1.0], ms.float32), sums) if self.drops else sums
 
-    def added(self, is_first, seed_per_item, ran, gradients):
+    def added(self, seed_per_item, ran, gradients):
         count = ran[1]
         sums = ops.stack((ran[0], count, ops.zeros_like(count)))
-        if is_first:
+        if self.records_noise:
             sums = ops.depend(sums, self.noise.note(gradients, seed_per_item, count))
         return ops.depend(sums, self.store.add(gradients))
 
@@ -278,12 +281,12 @@ class ByCountsWithOutputs(ByCounts):
         self.ratio = parts.options.returns_ratio
         self.aux = parts.options.aux
 
-    def run_and_add(self, is_first, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, seed_per_item, prepared, size, *micro_batch):
         ran, gradients = self.run(seed_per_item, prepared, size, self.count_before(micro_batch), *micro_batch)
         if not self.judges:
-            part = self.added(is_first, seed_per_item, ran, gradients)
+            part = self.added(seed_per_item, ran, gradients)
         else:
-            part = self.judged(is_first, seed_per_item, ran, *gradients)
+            part = self.judged(seed_per_item, ran, *gradients)
         return self.with_outputs(part, ran) if self.aux else part
 
     def count_before(self, micro_batch):

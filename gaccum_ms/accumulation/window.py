@@ -123,7 +123,7 @@ class Window(nn.Cell):
     def _run_whole(self, inputs, size, scale, seed_per_item):
         """`run` for a batch that is one micro-batch, whose gradients need no accumulators. A method, because the
         compiler looks up a method's attributes before it runs any of it, and `plan` must come first."""
-        sums, gradients = self.weighing_of_loop.run(self.records_noise, seed_per_item, (), size, *inputs)
+        sums, gradients = self.weighing_of_loop.run(seed_per_item, (), size, *inputs)
         outputs = ()
         if self.has_outputs:
             outputs = self.means(sums[1:], sums[0], scale, seed_per_item)
@@ -162,11 +162,10 @@ class Window(nn.Cell):
         mean loss so far, and the outputs."""
         count = self.weighing.counting.of(*micro_batch)
         expected = self.weighing.count_for_seed(count) * times
-        seed_per_item, is_first = self.open.seed_of_window(scale, expected, self.open.window_steps + 0)
+        seed_per_item = self.open.seed_of_window(scale, expected, self.open.window_steps + 0)
         seed_per_item = ops.depend(seed_per_item, ops.assign(self.open.window_unit, seed_per_item))
-        is_first = is_first if self.records_noise else False
         rows = micro_batch[0].shape[0] if micro_batch[0].ndim > 0 else 1
-        part = self.weighing_of_loop.run_and_add(is_first, seed_per_item, (), rows, *micro_batch)
+        part = self.weighing_of_loop.run_and_add(seed_per_item, (), rows, *micro_batch)
         outputs = ()
         if self.has_outputs:
             outputs = part[1:]
@@ -180,34 +179,14 @@ class Window(nn.Cell):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
             weighings = self.weighing_of_first, self.weighing_of_loop, self.weighing_of_rest
-            sums, outputs = micro_batches.add_up_and_join(
-                *weighings, self.records_noise, inputs, plan, seed_per_item, ()
-            )
+            sums, outputs = micro_batches.add_up_and_join(*weighings, inputs, plan, seed_per_item, ())
             return sums, self.means(outputs, sums, scale, seed_per_item)
         sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), seed_per_item, inputs, plan)
-        start = ms.Tensor(0, ms.int32)
-        loops = True
-        if self.records_noise:
-            # The first micro-batch runs before the loop, so the network is in the graph twice. A branch in the loop
-            # would cost time in each iteration.
-            size = plan[micro_batches.SIZE]
-            if self.weighing.leaves_out:
-                arguments = True, sums, inputs, plan, start, size, seed_per_item, prepared
-                sums = self.weighing_of_first.add_up(*arguments)
-            else:
-                first = micro_batches.take(inputs, start, size, plan[micro_batches.AXES])
-                sums = sums + self.weighing_of_first.run_and_add(True, seed_per_item, prepared, size, *first)
-            start = start + size
-            loops = plan[micro_batches.LOOPED] > size
-        part_of, part_of_last = self.weighing_of_loop.run_and_add, self.weighing_of_rest.run_and_add
+        loops = not self.weighing.leaves_out
         if self.weighing.leaves_out:
-            if loops:
-                arguments = False, sums, inputs, plan, start, plan[micro_batches.LOOPED], seed_per_item, prepared
-                sums = self.weighing_of_loop.add_up(*arguments)
-            loops = False
-        return micro_batches.add_up(
-            part_of, part_of_last, sums, inputs, plan, start, loops, False, seed_per_item, prepared
-        ), ()
+            sums = self.weighing_of_loop.add_up(sums, inputs, plan, seed_per_item, prepared)
+        part_of, part_of_last = self.weighing_of_loop.run_and_add, self.weighing_of_rest.run_and_add
+        return micro_batches.add_up(part_of, part_of_last, sums, inputs, plan, loops, seed_per_item, prepared), ()
 
     def means(self, outputs, sums, scale, seed_per_item):
         """The outputs; those of shape () are divided as this rank's loss is."""

@@ -160,7 +160,7 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         """The number of batches for later windows, after a window of `batches` batches."""
         batch_items = noise.items / max(batches, 1)  # the last window of an epoch may have fewer batches than `steps`
         least = self.min_steps
-        if noise.first_items > batch_items * (1 - 1e-6):
+        if noise.micro_batches < 1.5 * max(batches, 1):  # a batch is one micro-batch, on all ranks
             least = max(least, 2)
         ratio = self.target * self.noise_scale / (steps * batch_items)
         wanted = steps

@@ -67,8 +67,8 @@ class GradNoiseScale(NoiseCallback):
     covariance of one item's gradient, is about the critical batch size (McCandlish et al., `An Empirical Model of
     Large-Batch Training <https://arxiv.org/abs/1812.06162>`_ , 2018). Much smaller batches are mostly noise: doubling
     the batch is worth nearly two updates. Much larger batches gain little. Both terms are estimated, without bias, from
-    the squared norms of two gradients of each window, its first micro-batch's and its own, over all ranks, and
-    averaged over updates. `batch` means all items of an update: samples, or the items of `count` . If ranks have equal
+    the squared norms of the gradients of each window and of its micro-batches, over all ranks, and averaged over
+    updates. `batch` means all items of an update: samples, or the items of `count` . If ranks have equal
     weight but unequal batches, it is the batch size that would be equally noisy.
 
     The cell needs ``record_noise=True`` , and windows of at least two micro-batches, over all ranks. After training,

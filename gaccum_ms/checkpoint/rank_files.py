@@ -58,7 +58,7 @@ def _joined(files: list[Values], first_rank: bool) -> Values:
         wholes = [values[name].astype(np.float64) + values.get(lost, 0.0) for values in files]
         joined[name] = sum(factor * whole for factor, whole in zip(factors, wholes, strict=True)).astype(np.float32)
         joined.pop(lost, None)
-    for name in (own("window_sums"), own("window_first")):
+    for name in (own("window_sums"), own("window_squares")):
         if all(name in values for values in files):
             rows = np.stack([values[name] for values in files])
             joined[name] = rows.sum(axis=0) if first_rank else np.zeros_like(rows[0])

@@ -1,26 +1,23 @@
 r"""Estimates the gradient noise.
 
-For each window, the step records the norms of two gradients: :math:`g`, the mean over the :math:`n` items of its first
-micro-batch, and :math:`\bar g`, the mean over all its :math:`N` items. If :math:`G` is the true gradient and
-:math:`\Sigma` the covariance of one item's gradient,
+For each window, the step records :math:`S = \sum_i n_i |g_i|^2` over its :math:`K` micro-batches, of :math:`n_i` items
+and mean gradient :math:`g_i` , and the norm of :math:`\bar g` , the mean over all its :math:`N` items. If :math:`G` is
+the true gradient and :math:`\Sigma` the covariance of one item's gradient,
 
 .. math::
-    \mathrm{E} |g|^2 = |G|^2 + \mathrm{tr} \Sigma / n, \quad
+    \mathrm{E} S = N |G|^2 + K\, \mathrm{tr} \Sigma, \quad
     \mathrm{E} |\bar g|^2 = |G|^2 + \mathrm{tr} \Sigma / N
 
 so that, without bias for any sizes,
 
 .. math::
-    \mathrm{tr} \Sigma \approx \frac{|g|^2 - |\bar g|^2}{1 / n - 1 / N}, \quad
-    |G|^2 \approx \frac{N |\bar g|^2 - n |g|^2}{N - n}
+    \mathrm{tr} \Sigma \approx \frac{S - N |\bar g|^2}{K - 1}, \quad
+    |G|^2 \approx |\bar g|^2 - \mathrm{tr} \Sigma / N
 
-These are the estimates of McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162,
-appendix A.1. Over several ranks, :math:`|g|^2` is the mean over the ranks' first micro-batches, weighted by their
-items, and :math:`n` is their mean number of items. If ranks have equal weight but unequal batches, the mean is as noisy
-as one over :math:`N = R^2 / \sum_r 1 / N_r` items.
-
-Using all micro-batches, and not only the first, would need fewer updates: half as many for :math:`|G|^2` , and far
-fewer for a gradient of few weights and little noise. But it would cost a pass over each micro-batch's gradient.
+These generalize the estimates of McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
+arXiv:1812.06162, appendix A.1, to all micro-batches of a window. Over several ranks, the sums are those of all ranks.
+If ranks have equal weight but unequal batches, the mean is as noisy as one over :math:`N_e = R^2 / \sum_r 1 / N_r`
+items, which then takes the place of :math:`N` in the norm's expectation, and :math:`N / N_e` that of 1.
 """
 
 from __future__ import annotations
@@ -32,29 +29,34 @@ SMOOTHING = 0.99  # the default part of an average that each update keeps
 
 
 class WindowNoise(NamedTuple):
-    """Two gradients of one window over all ranks: the first micro-batches' mean, and the whole window's mean."""
+    """The gradients of one window over all ranks: the sum over micro-batches of their items times the squared norm of
+    their mean gradient, the number of these micro-batches and of their items; and the whole window's mean gradient,
+    which is as noisy as one over `items` items."""
 
-    first_square_norm: float
-    first_items: float
+    squares: float
+    micro_batches: float
+    added_items: float
     square_norm: float
     items: float
 
     @property
     def is_known(self) -> bool:
-        """Whether an estimate is possible: not if the first micro-batch was all, counted nothing, or overflowed."""
-        return 0 < self.first_items < self.items * (1 - 1e-6) and all(map(math.isfinite, self))
+        """Whether an estimate is possible: not from one micro-batch, nor if nothing was counted or one overflowed."""
+        return self.items > 0 and self._degrees > 0.5 and all(map(math.isfinite, self))
 
     @property
     def variance(self) -> float:
         """The trace of the covariance of one item's gradient."""
-        return (self.first_square_norm - self.square_norm) / (1 / self.first_items - 1 / self.items)
+        return (self.squares - self.added_items * self.square_norm) / self._degrees
 
     @property
     def true_square_norm(self) -> float:
         """The squared norm of the gradient without noise."""
-        return (self.items * self.square_norm - self.first_items * self.first_square_norm) / (
-            self.items - self.first_items
-        )
+        return self.square_norm - self.variance / self.items
+
+    @property
+    def _degrees(self) -> float:
+        return self.micro_batches - self.added_items / self.items
 
 
 class Average:

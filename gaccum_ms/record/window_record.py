@@ -40,8 +40,8 @@ class WindowRecord:
         counted (str): What `counts` and `count` count: ``"samples"`` ; ``"items"`` , those of the option `count` or of
             ``reduction="ratio"`` ; or ``"batches"`` of a GradAccumulator that knows neither. Default: ``"samples"`` .
         skipped_updates (int): Updates that :class:`SkipSpikes` has skipped so far; 0 without it. Default: ``0`` .
-        noise (Union[WindowNoise, None]): The squared norms of the gradients of the window and of its first micro-batch,
-            and their items, as a named tuple; ``None`` without `record_noise` and without an update.
+        noise (Union[WindowNoise, None]): The squared norms of the gradients of the window and of its micro-batches, and
+            their items, as a named tuple; ``None`` without `record_noise` and without an update.
             Default: ``None`` .
 
     Raises:

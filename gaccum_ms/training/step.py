@@ -3,7 +3,7 @@
     split the batch
     for each micro-batch:                       (window.py)
         forward, backward                       (micro_step.py) seeded with its share or count, times the loss scale
-        note the first one's norm               with record_noise (noise.py)
+        note its norm                           with record_noise (noise.py)
         add to the accumulators                 unless it counts nothing, or overflowed and overflows are dropped
     if the batch is its window's last:          (open_window.py; without accumulation_steps each batch is)
         reduce over ranks, once                 several counted losses: their counts too, before the loop

@@ -250,7 +250,11 @@ class Looking(nn.Cell):
     [
         ("means", "graph", r"but output 2 got shape \(2,\) for 3 sample\(s\). Return a mean"),
         ("table", "pynative", r"but output 1 got shape \(2, 3\) for 3 sample\(s\). Return a mean"),
-        ("turned", "pynative", r"but output 1 got shape \(2, 3\) for 3 sample\(s\).*ops.swapaxes brings samples to axis 0"),
+        (
+            "turned",
+            "pynative",
+            r"but output 1 got shape \(2, 3\) for 3 sample\(s\).*ops.swapaxes brings samples to axis 0",
+        ),
     ],
     indirect=["mode"],
     ids=["means", "table", "turned"],

@@ -43,12 +43,14 @@ def test_on_a_quadratic_problem_the_estimate_is_within_ten_percent(capsys):
 
 
 def test_estimates_are_unbiased_for_unequal_counts():
-    """The two formulas, applied to expected values: |G|^2 = 2 and tr Sigma = 12; first micro-batches of 1 and 5 items
-    on two ranks, weighted by these numbers; 24 items in all."""
-    first, items = (1 * (2 + 12 / 1) + 5 * (2 + 12 / 5)) / 6, (1 + 5) / 2
-    noise = WindowNoise(first, items, 2 + 12 / 24, 24)
-    assert noise.variance == pytest.approx(12)
-    assert noise.true_square_norm == pytest.approx(2)
+    """The two formulas, applied to expected values: |G|^2 = 2 and tr Sigma = 12; micro-batches of 1, 5 and 18 items; on
+    one rank or weighted by items, and of 6 and 18 items on two ranks with equal weight."""
+    squares = sum(items * (2 + 12 / items) for items in (1, 5, 18))
+    effective = 2**2 / (1 / 6 + 1 / 18)
+    for items in (24, effective):
+        noise = WindowNoise(squares, 3, 24, 2 + 12 / items, items)
+        assert noise.variance == pytest.approx(12)
+        assert noise.true_square_norm == pytest.approx(2)
 
 
 def test_averages_have_no_bias_towards_zero():
@@ -63,7 +65,9 @@ def test_averages_have_no_bias_towards_zero():
 
 def advice(scale, batch):
     noise = GradNoiseScale()
-    noise.estimate.add(WindowNoise(1 + scale, 1, 1 + scale / 2, 2), 0.5)  # |G|^2 = 1, and tr Sigma is the scale
+    noise.estimate.add(
+        WindowNoise(2 * (1 + scale), 2, 2, 1 + scale / 2, 2), 0.5
+    )  # |G|^2 is 1, tr Sigma the scale
     noise.records.append(ScaleRecord(1, batch, scale))
     assert noise.noise_scale == pytest.approx(scale)
     assert noise.advice.isascii(), "another character may raise at the end of the training, when it is printed"

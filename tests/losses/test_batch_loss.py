@@ -48,6 +48,7 @@ from tests.support.reference import (
     make_step,
     relative_error,
     step_with,
+    vector,
 )
 from tests.support.state import manager
 

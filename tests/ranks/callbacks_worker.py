@@ -23,7 +23,7 @@ class Astray(AdaptiveAccumulation):
 
     def on_window_end(self, run_context, record):
         if get_rank() == 1:
-            noise = record.noise._replace(first_square_norm=10 * record.noise.first_square_norm)
+            noise = record.noise._replace(squares=10 * record.noise.squares)
             record = dataclasses.replace(record, noise=noise)
         super().on_window_end(run_context, record)
 

@@ -489,8 +489,7 @@ class Oracle:
             expected.unknown |= {OWN + name for name in ("grad_norm", *("window_loss", "window_count") * bad)}
         if setup.noise and (self.ranks == 1 or setup.counted) and setup.split is None and not (bad or self.joined):
             known = finite and sum(divided) == sum(totals)
-            begun = [window[0] for window in self.windows if window and window[0]]  # not a batch that was left out
-            expected.outputs["noise"] = _noise([batch[0] for batch in begun], totals[0] if known else 0.0)
+            expected.outputs["noise"] = _noise(everyone, totals[0] if known else 0.0)
         if counted and not overflow:
             self._update(expected, gradient, wrong)
         if setup.scale is not None and len(setup.scale) > 1 and not bad and (counted or overflow or dropped):
@@ -542,12 +541,11 @@ def _of(loss: float) -> float:
     return 1e-5 + 1e-4 * float(np.nan_to_num(abs(loss), posinf=0.0))
 
 
-def _noise(first: Sequence[Part], items: float) -> np.ndarray:
-    """Of the first micro-batches of all ranks: the squared norm of the gradient, and the items; and the window's items.
-    Empty, if no estimate is possible."""
-    counted = [part for part in first if part.counts[0] > 0 and not part.dropped]
-    first_items = sum(part.counts[0] for part in counted) / max(len(counted), 1)
+def _noise(parts: Sequence[Part], items: float) -> np.ndarray:
+    """Of the micro-batches of all ranks: the sum of their items times the squared norm of their mean gradient, their
+    number and their items; and the window's items. Empty, if no estimate is possible."""
+    counted = [part for part in parts if part.counts[0] > 0]
     squares = sum(norm_of(part.gradients[0]) ** 2 / part.counts[0] for part in counted)
-    if not 0 < first_items < items or not np.isfinite(squares):
+    if items <= 0 or len(counted) < 2 or not np.isfinite(squares):
         return np.zeros(0)
-    return np.array([squares / first_items / len(counted), first_items, items])
+    return np.array([squares, len(counted), sum(part.counts[0] for part in counted), items])
