@@ -22,9 +22,8 @@ from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import checked
-from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.options.options import Options, each_option
-from gaccum_ms.options.rules import CELL, LOSS
+from gaccum_ms.options.rules import CELL, LOSS, Setup
 from gaccum_ms.splitting.auto_size import AutoSize
 from gaccum_ms.splitting.even_split import EvenSplit
 

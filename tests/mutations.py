@@ -217,8 +217,8 @@ FAULTS = [
     Fault(
         "each batch has its own unit",
         "accumulation/open_window.py",
-        "return ops.select(ops.logical_and(seed == 0, count > 0), new_seed, seed), seed == 0",
-        "return new_seed, seed == 0",
+        "return ops.select(ops.logical_and(seed == 0, count > 0), new_seed, seed)",
+        "return new_seed",
         "accumulation/test_windows.py -k batches_that_share",
     ),
     Fault(
@@ -252,9 +252,9 @@ FAULTS = [
     Fault(
         "a branch within the loop",
         "accumulation/weighing.py",
-        "                while takes:\n                    part = self.added(is_first, seed_per_item, ran, gradients)\n"
+        "                while takes:\n                    part = self.added(seed_per_item, ran, gradients)\n"
         "                    takes = ms.Tensor(False)\n",
-        "                if takes:\n                    part = self.added(is_first, seed_per_item, ran, gradients)\n",
+        "                if takes:\n                    part = self.added(seed_per_item, ran, gradients)\n",
         "training/test_memory_growth.py -k count-drop-graph",
     ),
     Fault(
@@ -674,6 +674,20 @@ FAULTS = [
         "return [each_rate * (1 - grown + scale * grown)",
         "return [each_rate * scale",
         "test_lr.py -k 'warm or by_hand'",
+    ),
+    Fault(
+        "the noise is that of the last micro-batch",
+        "accumulation/noise.py",
+        "return ops.assign_add(self.window_squares, ",
+        "return ops.assign(self.window_squares, ",
+        "accumulation/test_noise_record.py -k records_of_a_batch",
+    ),
+    Fault(
+        "outputs are not checked at another number of samples",
+        "accumulation/window.py",
+        "        rows = 1 + (2 if finds_size else plan.size)\n",
+        "        rows = 2 if finds_size else plan.size\n",
+        "accumulation/test_outputs.py -k no_samples_on_axis_0",
     ),
     Fault(
         "the noise is that of one item",

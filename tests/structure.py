@@ -5,7 +5,7 @@
 * circles: modules that import themselves through others;
 * files of more than 300 lines, and the total number of lines.
 
-Imports that are only for type checkers, and imports in a package's `__init__` , do not count.
+Imports that are only for type checkers count; those in a package's `__init__` do not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Structure(NamedTuple):
 
 def imports() -> Imports:
     """The modules of the package that each module imports."""
-    graph = grimp.build_graph("gaccum_ms", exclude_type_checking_imports=True)
+    graph = grimp.build_graph("gaccum_ms")
     modules = {name for name in graph.modules if not graph.find_children(name)}
     return {name: graph.find_modules_directly_imported_by(name) & modules for name in modules}
 

@@ -20,8 +20,8 @@ from gaccum_ms.accumulation.window import Window
 from gaccum_ms.backend.graphs import gradients_allowed, graph_run
 from gaccum_ms.backend.random_operators import forbid_reuse, needs_copies, shallow_copy, with_other_seeds
 from gaccum_ms.distributed.all_reduce import FusedReducer
-from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.options.options import Options
+from gaccum_ms.options.rules import Setup
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.cell import GradAccumulationCell, cell_with_loss
 from gaccum_ms.checks.arguments import batch_shapes, check_is_optimizer
 from gaccum_ms.options import compatibility
-from gaccum_ms.options.compatibility import Setup
-from gaccum_ms.options.rules import AUDIT
+from gaccum_ms.options.rules import AUDIT, Setup
 from gaccum_ms.splitting.even_split import plan_split
 
 

@@ -19,8 +19,7 @@ from gaccum_ms.distributed.ranks import check_parallel_mode
 from gaccum_ms.memory.forecast import Forecast
 from gaccum_ms.memory.trial import MakeStep
 from gaccum_ms.options import compatibility
-from gaccum_ms.options.compatibility import Setup
-from gaccum_ms.options.rules import REPORT, TRIAL
+from gaccum_ms.options.rules import REPORT, TRIAL, Setup
 from gaccum_ms.semi_auto.modes import compiler_distributes
 from gaccum_ms.splitting.even_split import plan_split
 

@@ -2,66 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import mindspore as ms
-from mindspore import nn
 
 from gaccum_ms.distributed.stages import stages
-from gaccum_ms.losses.batch_loss import WithBatchLossCell
-from gaccum_ms.losses.stated_reduction import StatedReduction, stated_reduction
 from gaccum_ms.options.options import Options, each_option
-from gaccum_ms.options.rules import BATCH_LOSS, PIPELINE, SEMI_AUTO, SEVERAL, SPAN_LATER, TRIAL, Rule
-
-
-class Setup(NamedTuple):
-    """The network and the options of a training."""
-
-    options: Options
-    network: nn.Cell  # of an accumulator, the function that is differentiated
-    compiler_distributes: bool = False  # in semi-auto or auto parallel mode
-
-    @property
-    def of_batch(self) -> bool:
-        """Whether the loss needs the whole batch."""
-        return isinstance(self.network, WithBatchLossCell)
-
-    @property
-    def stated(self) -> StatedReduction | None:
-        """What the network's only loss says of itself, if its value is all that the network returns."""
-        options = self.options
-        returns_more = options.aux or options.losses > 1 or options.returns_ratio
-        return None if returns_more else stated_reduction(self.network)
-
-    @property
-    def contradicts_loss(self) -> bool:
-        """Whether another `reduction` is given than that of the loss."""
-        given, stated = self.options.reduction, self.stated
-        if given is None or stated is None or not stated.is_certain:
-            return False
-        return stated.reduction not in ("none", given)
-
-    @property
-    def known_reduction(self) -> str | None:
-        """The given `reduction` , else that of the loss; None if the loss says none that trains."""
-        given, stated = self.options.reduction, self.stated
-        if given is not None or stated is None or stated.reduction == "none":
-            return given
-        return stated.reduction
-
-    @property
-    def accumulates_in_lower_precision(self) -> bool:
-        """Whether there are accumulators, and they have a lower precision than a weight."""
-        options, dtype = self.options, self.options.accumulators.dtype
-        accumulates = (options.micro_size or 1) > 1 or (options.accumulation_steps or 1) > 1
-        is_low = dtype in (ms.float16, ms.bfloat16)
-        return accumulates and is_low and any(weight.dtype != dtype for weight in self.network.trainable_params())
-
-    @property
-    def sum_without_count(self) -> bool:
-        """Whether the loss is a sum without a count of its items."""
-        return self.options.reduction == "sum" and self.options.own_count is None
-
+from gaccum_ms.options.rules import BATCH_LOSS, PIPELINE, SEMI_AUTO, SEVERAL, SPAN_LATER, TRIAL, Rule, Setup
 
 # What a place refuses, whatever the options.
 _OF_PLACES = (

@@ -7,7 +7,7 @@ silently be counted twice or wrongly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -17,18 +17,14 @@ from gaccum_ms.backend.data_sets import EpochOfRank
 from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, overwrite_changed, own
 from gaccum_ms.distributed.layout import rank_and_ranks
 
-if TYPE_CHECKING:
-    from gaccum_ms.accumulation.open_window import OpenWindow
-    from gaccum_ms.options.options import Options
-
 SAME_ON_ALL_RANKS, OTHER_ON_OTHER_RANKS = 1, 2  # the order of a data set's samples; 0: not known
 # Checkpoints of earlier versions lack these.
 OF_DATA_SET = {own(name) for name in ("epoch_samples", "batch_samples", "sample_order")}
 RULES = ("samples", "counts", "sums", "batches")  # how micro-batches are weighted; "batches": equally
 
 
-def rule_of(options: Options) -> str:
-    """How a step weights its micro-batches."""
+def rule_of(options: Any) -> str:
+    """How a step with these `Options` weights its micro-batches."""
     return "counts" if options.counts_items else "samples" if options.loss_is_mean else "sums"
 
 
@@ -105,7 +101,7 @@ class RunRecord(nn.Cell):
         """Note that an open window's Parameters were written."""
         self.loaded = True
 
-    def begin(self, window: OpenWindow | None, batches: int) -> None:
+    def begin(self, window: Any, batches: int) -> None:
         """Refuse a window that cannot be continued. Called before the first step, and before the first one after
         MindSpore loaded a checkpoint."""
         steps = int(self.configured_steps.asnumpy())
@@ -115,7 +111,7 @@ class RunRecord(nn.Cell):
         self.begun = True
         self.loaded = False
 
-    def load(self, cell: nn.Cell, values: Mapping[str, np.ndarray], window: OpenWindow | None) -> None:
+    def load(self, cell: nn.Cell, values: Mapping[str, np.ndarray], window: Any) -> None:
         """Load a checkpoint's values into `cell` , by name; `resume` has checked them. If a checkpoint of another kind
         of training lacks window and counts, they start from zero."""
         values = {own("batch_count"): np.array(0), own("update_count"): np.array(0), **values}
@@ -169,7 +165,7 @@ class RunRecord(nn.Cell):
                 f"'count' and 'reduction' as they were, or load a checkpoint between two windows."
             )
 
-    def _settle(self, window: OpenWindow | None) -> None:
+    def _settle(self, window: Any) -> None:
         """Record this run as the origin. If the saving cell had other `accumulation_steps` , later windows get this
         run's."""
         if window is not None:

@@ -1,4 +1,5 @@
-"""All pictures that the package draws, by matplotlib."""
+"""All pictures that the package draws, by matplotlib. It imports none of the classes that it draws: these draw
+themselves here."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,11 +18,6 @@ except ImportError as error:
     raise ImportError(
         f"For 'draw', matplotlib must be installed, but {error}. Run: pip install 'gaccum_ms[report]'"
     ) from error
-
-if TYPE_CHECKING:
-    from gaccum_ms.callbacks.noise_scale import ScaleRecord
-    from gaccum_ms.memory.report import MemoryReport
-    from gaccum_ms.splitting.token_plan import TokenPlan
 
 # Okabe and Ito's colours, which most people can distinguish.
 COLOURS = BLUE, ORANGE, GREEN, PURPLE, SKY = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
@@ -79,8 +75,9 @@ def save(figure: Figure, path: str | Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def draw_noise_scale(records: Sequence[ScaleRecord], path: str | Path) -> None:
-    """Noise scale and batch over updates, and the updates and examples that each batch size needs."""
+def draw_noise_scale(records: Sequence[Any], path: str | Path) -> None:
+    """Noise scale and batch over updates, and the updates and examples that each batch size needs. `records` : the
+    `ScaleRecord` of each update."""
     figure, (over_updates, over_sizes) = panels(2, 11, 4)
     updates = [record.update for record in records]
     over_updates.plot(updates, [record.noise_scale for record in records], color=ORANGE, label="noise scale")
@@ -100,8 +97,8 @@ def draw_noise_scale(records: Sequence[ScaleRecord], path: str | Path) -> None:
     save(figure, path)
 
 
-def draw_memory(report: MemoryReport, path: str | Path) -> None:
-    """A stacked bar for each number of micro-batches, the measured peak and the limit."""
+def draw_memory(report: Any, path: str | Path) -> None:
+    """A stacked bar for each number of micro-batches of a `MemoryReport` , the measured peak and the limit."""
     figure, (panel,) = panels(1, 8, 4.5)
     rows, mb = report.rows, 1e6
     always = report.framework + report.batch + report.parameters + report.optimizer_state
@@ -129,8 +126,8 @@ def draw_memory(report: MemoryReport, path: str | Path) -> None:
     save(figure, path)
 
 
-def draw_token_plan(plan: TokenPlan, path: str | Path) -> None:
-    """The rows of each micro-batch, with tokens and padding in two colours."""
+def draw_token_plan(plan: Any, path: str | Path) -> None:
+    """The rows of each micro-batch of a `TokenPlan` , with tokens and padding in two colours."""
     figure, (panel,) = panels(1, 8, 4)
     start = 0
     for width, rows in plan.parts:

@@ -34,7 +34,7 @@ from gaccum_ms.backend.parameters import record
 from gaccum_ms.distributed.stages import stages
 from gaccum_ms.losses import counts
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
-from gaccum_ms.options.compatibility import Setup
+from gaccum_ms.options.rules import Setup
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.compiled_once import compiled_once
 from gaccum_ms.semi_auto.operators import each, stack

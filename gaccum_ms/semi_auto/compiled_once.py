@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.options.compatibility import Setup
+from gaccum_ms.options.rules import Setup
 from gaccum_ms.semi_auto.modes import shards_gradients
 from gaccum_ms.transforms.chain import is_elementwise
 

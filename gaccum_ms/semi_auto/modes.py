@@ -24,7 +24,7 @@ from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.splitting.even_split import plan_split
 
 if TYPE_CHECKING:
-    from gaccum_ms.options.compatibility import Setup
+    from gaccum_ms.options.rules import Setup
 
 _NAME = "GradAccumulationCell"
 _READS_TO_SAVE = "mindspore.train.serialization", "_convert_cell_to_param_list"

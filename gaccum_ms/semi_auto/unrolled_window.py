@@ -23,7 +23,7 @@ from gaccum_ms.accumulation.saturation import clear_flag, read_flag, saturates
 from gaccum_ms.accumulation.sums import BATCHES, COUNT, LOSS
 from gaccum_ms.backend.parameters import expose_records, hold_weights, record
 from gaccum_ms.distributed.stages import owned_weights, stages
-from gaccum_ms.options.compatibility import Setup
+from gaccum_ms.options.rules import Setup
 from gaccum_ms.semi_auto.batch_sums import BatchSums
 from gaccum_ms.semi_auto.operators import reshape, stack, unstack
 from gaccum_ms.semi_auto.pipeline import OverStages, own_gradient

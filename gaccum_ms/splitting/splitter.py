@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import mindspore as ms
 import numpy as np
 
 from gaccum_ms.splitting.auto_size import AutoSize
 from gaccum_ms.splitting.even_split import EvenSplit
-
-if TYPE_CHECKING:
-    from gaccum_ms.splitting.token_plan import TokenPlan
-    from gaccum_ms.splitting.worst_case import WorstCase
+from gaccum_ms.splitting.token_plan import TokenPlan
 
 MicroBatches = list[tuple[ms.Tensor, ...]]
+
+
+class Trials(Protocol):
+    """The micro-batches that a search for their size tries."""
+
+    multiple_of: int  # tokens
+    most: int  # the largest number worth trying, in multiples of `multiple_of`
+
+    def of(self, tokens: int) -> Splitter:
+        """The largest micro-batches that this number allows."""
+        ...
 
 
 class Splitter:
@@ -51,8 +59,8 @@ class Splitter:
         `two_sizes` has shown."""
         raise NotImplementedError
 
-    def worst_case(self, *batch: Any) -> WorstCase:
-        """The micro-batches that a search for their size tries, where `keeps_inputs` ."""
+    def worst_case(self, *batch: Any) -> Trials:
+        """What a search for the size of micro-batches tries, where `keeps_inputs` ."""
         raise NotImplementedError
 
 

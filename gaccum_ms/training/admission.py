@@ -19,8 +19,7 @@ from gaccum_ms.distributed.stages import stages
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
 from gaccum_ms.options import compatibility
-from gaccum_ms.options.compatibility import Setup
-from gaccum_ms.options.rules import IN_LOOPS, PIPELINE, SEMI_AUTO
+from gaccum_ms.options.rules import IN_LOOPS, PIPELINE, SEMI_AUTO, Setup
 from gaccum_ms.semi_auto import modes
 from gaccum_ms.semi_auto.pipeline import check_pipeline
 

@@ -27,7 +27,7 @@ from gaccum_ms.losses.batch_loss import advice_about_two_passes
 from gaccum_ms.losses.known_losses import KnownLosses
 
 if TYPE_CHECKING:
-    from gaccum_ms.options.compatibility import Setup
+    from gaccum_ms.options.rules import Setup
 
 
 def warning_of_ranks(owner: str) -> Callable[[], None]:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gaccum_ms.options import compatibility
-from gaccum_ms.options.compatibility import Setup
 from gaccum_ms.options.options import Options
-from gaccum_ms.options.rules import LOSS
+from gaccum_ms.options.rules import LOSS, Setup
 
 _NAME = "GradAccumulator"
 

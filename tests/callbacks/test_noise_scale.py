@@ -65,9 +65,7 @@ def test_averages_have_no_bias_towards_zero():
 
 def advice(scale, batch):
     noise = GradNoiseScale()
-    noise.estimate.add(
-        WindowNoise(2 * (1 + scale), 2, 2, 1 + scale / 2, 2), 0.5
-    )  # |G|^2 is 1, tr Sigma the scale
+    noise.estimate.add(WindowNoise(2 * (1 + scale), 2, 2, 1 + scale / 2, 2), 0.5)  # |G|^2 is 1, tr Sigma the scale
     noise.records.append(ScaleRecord(1, batch, scale))
     assert noise.noise_scale == pytest.approx(scale)
     assert noise.advice.isascii(), "another character may raise at the end of the training, when it is printed"

@@ -173,8 +173,8 @@ class LossOfEachMicroBatch(OneLoss):
 
 
 class SecondPassOfTheLastAlone(BySamples):
-    def run_and_add(self, is_first, seed_per_item, prepared, size, *part):
-        return super().run_and_add(is_first, self.store.reset(seed_per_item), prepared, size, *part)
+    def run_and_add(self, seed_per_item, prepared, size, *part):
+        return super().run_and_add(self.store.reset(seed_per_item), prepared, size, *part)
 
 
 class OtherOrder(TwoPasses):

@@ -33,7 +33,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.checks.arguments import check_bool
 from gaccum_ms.options.checked import checked
-from gaccum_ms.options.compatibility import RULES, Setup
+from gaccum_ms.options.compatibility import RULES
 from gaccum_ms.options.compatibility import refused as first_refused
 from gaccum_ms.options.options import Options, check_each, each_option, option
 from gaccum_ms.options.rules import (
@@ -47,6 +47,7 @@ from gaccum_ms.options.rules import (
     SEMI_AUTO,
     SPAN_LATER,
     TRIAL,
+    Setup,
 )
 from tests.support.reference import make_step
 
