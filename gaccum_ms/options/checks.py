@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from gaccum_ms.checks.arguments import check_positive_int, described
+from gaccum_ms.checks.arguments import check_one_of, check_positive_int, described
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.splitting.auto_size import AutoSize
 
@@ -19,6 +19,15 @@ def optional(check: Callable[[str, str, Any], None]) -> Callable[[str, str, Any]
             check(owner, name, value)
 
     return check_unless_none
+
+
+def one_of(*values: str) -> Callable[[str, str, Any], None]:
+    """The check that a value is one of these."""
+
+    def check(owner: str, name: str, value: Any) -> None:
+        check_one_of(owner, name, value, values)
+
+    return check
 
 
 def check_micro_batch_size(owner: str, name: str, value: Any) -> None:

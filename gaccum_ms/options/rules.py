@@ -12,6 +12,7 @@ from mindspore import nn
 
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.stated_reduction import StatedReduction, stated_reduction
+from gaccum_ms.options.options import Options
 
 # The places at which something is refused, in the docs' words.
 LOSS = "a known loss"
@@ -38,7 +39,7 @@ RATIO = '`reduction="ratio"`'
 class Setup(NamedTuple):
     """The network and the options of a training."""
 
-    options: Any  # an Options, whose fields have rules
+    options: Options
     network: nn.Cell  # of an accumulator, the function that is differentiated
     compiler_distributes: bool = False  # in semi-auto or auto parallel mode
 
