@@ -457,7 +457,7 @@ FAULTS = [
     ),
     Fault(
         "a known sum is taken for a mean",
-        "options/compatibility.py",
+        "options/rules.py",
         "given is not None or stated is None or stated.reduction",
         "given is not None or stated is None or True or stated.reduction",
         "losses/test_stated_reduction.py -k stays_a_sum",
