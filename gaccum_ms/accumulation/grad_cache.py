@@ -120,27 +120,35 @@ class TwoPasses(nn.Cell):
         known_rows = None if isinstance(rows_of_last, ms.Tensor) else rows_of_last
         check_samples([representation.shape for representation in last], known_rows, self.network.ranks)
         # One tuple, with a scalar in it: graph mode forgets the length of a tuple of equal shapes that a loop carries.
-        state: tuple = (ms.Tensor(0, ms.int32),)
+        state: tuple = (ms.Tensor(0, ms.int32), ms.Tensor(False))
+        has_shared = False
         for index in range(len(last)):
             representation = last[index]
             rows = int(before)  # a Tensor if the batch has open length; MindSpore 2.7's zeros take none
             if representation.ndim > 0:
                 representation = ops.zeros((rows, *representation.shape[1:]), representation.dtype)
+            else:
+                has_shared = True
             state = (*state, representation)
         while state[0] < before:
             state = self.appended(state, self.forward(*micro_batches.take(inputs, state[0], size, axes)), size)
-        return self.appended(state, last, 0)[1:]
+        representations = self.appended(state, last, 0)[2:]
+        return _checked(state[1], representations) if has_shared else representations  # no branch within the loop
 
     def appended(self, state, new, rows):
-        """The start of the next micro-batch, and the Tensors without their first `rows` rows, with `new` appended."""
-        following: tuple = (state[0] + rows,)
+        """The start of the next micro-batch; whether one of shape () has differed; and the Tensors without their first
+        `rows` rows, with `new` appended."""
+        differs = state[1]
+        following: tuple = ()
         for index in range(len(new)):
-            rows_before = state[index + 1]
+            before = state[index + 2]
             if new[index].ndim > 0:
-                following = (*following, ops.concat((rows_before[rows:], new[index])))
+                following = (*following, ops.concat((before[rows:], new[index])))
             else:
-                following = (*following, _same_or_raise(rows_before, new[index]))
-        return following
+                both_nan = ops.logical_and(before != before, new[index] != new[index])
+                differs = ops.logical_or(differs, ops.logical_not(ops.logical_or(before == new[index], both_nan)))
+                following = (*following, before)
+        return (state[0] + rows, differs, *following)
 
     def slopes(self, seed_per_item, representations):
         """The loss of the batch times its seed, and its gradients with respect to each representation of a float dtype,
@@ -203,13 +211,12 @@ class TwoPasses(nn.Cell):
                 )
 
 
-def _same_or_raise(before, new):
-    """A representation of shape () of two micro-batches."""
-    same = ops.logical_or(before == new, ops.logical_and(before != before, new != new))
-    if not same:
+def _checked(differs, representations):
+    """The representations, if none of shape () was another in a later micro-batch."""
+    if differs:
         raise ValueError(
             "For 'WithBatchLossCell', a representation of shape () must be the same for all micro-batches, but got "
             "another value for a later one. Return an entry for each sample; what is one for the whole batch belongs "
             "to 'loss_fn'. Nothing was updated."
         )
-    return before
+    return representations
