@@ -1,9 +1,9 @@
 """The copies of a network in a step's graphs, if it draws random numbers or has forward hooks.
 
-A graph runs the network in its loop, for the first micro-batch before it where that must be known, and for the smaller
-last one after it. A batch of another shape has another graph. Each of these is a copy with seeds of its own, so that no
-two micro-batches have the same dropout masks, and none runs its hooks twice. Copies are made at each compilation, so
-that they have the network's flags of that time. Run eagerly, and without any of these, there is one network.
+A graph has the network in up to three places: in its loop, before it (the first micro-batch shows the outputs' shapes),
+and after it (the smaller last micro-batch). Each place has a copy with seeds of its own. So no two micro-batches have
+the same dropout masks, and no hook runs twice. Copies are made at each compilation, with the network's flags of that
+time. A network that runs eagerly, or has neither random numbers nor hooks, is not copied.
 """
 
 from __future__ import annotations

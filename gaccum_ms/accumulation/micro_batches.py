@@ -26,9 +26,9 @@ from gaccum_ms.splitting.even_split import plan_split as plan_split
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
-# A SplitPlan for a graph is a tuple. Its numbers are ints if the batch's length is known at compile time, else Tensors.
-# Its items are taken by number: of items that a statement names and nothing uses, MindSpore may warn that "side effect
-# nodes were eliminated by mistake".
+# In a graph, a SplitPlan is a tuple. Its numbers are ints if the batch's length is known at compile time, else Tensors.
+# Code reads `plan[SIZE]` , and does not unpack the tuple: MindSpore may warn of a name that nothing uses ("side effect
+# nodes were eliminated by mistake").
 (
     SAMPLES,
     SIZE,

@@ -89,8 +89,8 @@ class Update(nn.Cell):
         self.is_sharded = window.is_sharded
         self.sens = 1.0  # see `leave_scale_to_optimizer`
         self.scaled = scale_sense is not None
-        # A factor of the finished gradients, for which norms do not count it: the user scales the loss by hand, or the
-        # step does, and the optimizer removes it.
+        # The optimizer divides gradients by this factor, its own `loss_scale` . Until then they are too large by it;
+        # norms are of gradients without it.
         self.scale_in_gradients = 1.0 if self.scaled else float(getattr(optimizer, "loss_scale", 1.0))
         self.looks_for_overflow = self.scaled or self.drops
         self.manager: Any = None

@@ -47,10 +47,10 @@ class WeighingParts(NamedTuple):
 class BySamples(nn.Cell):
     """Weights micro-batches by samples. `sums` : the loss. A loss that is not a mean over samples has weight 1."""
 
-    may_skip = False  # whether there are windows that must not update
-    needs_division = False  # whether gradients are sums, and their divisor is more than the loss scale
-    weighs_samples = False  # whether counts are taken at run time, though they are samples
-    leaves_out = False  # whether micro-batches may be left out
+    may_skip = False  # whether a window may have to make no update
+    needs_division = False  # False: the seeds hold the shares, so the window divides by the loss scale alone
+    weighs_samples = False  # whether the window adds up numbers of samples, as open windows do
+    leaves_out = False  # whether a micro-batch may be left out
 
     def __init__(self, parts: WeighingParts) -> None:
         super().__init__(auto_prefix=False)

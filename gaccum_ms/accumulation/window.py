@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 class _LeastSamples:
-    """The fewest samples of a micro-batch: two if a BatchNorm trains, unless the user's choice forces one. It is judged
-    at the first batch, because what a layer does in training may change after the step was built. It is no part of the
-    window, which would refer to itself."""
+    """The fewest samples of a micro-batch: two if a BatchNorm trains, unless the user's choice forces one. The first
+    batch decides, because a layer's mode may change after the step was built. This object is apart from the window: a
+    window that held a method of its own would refer to itself, and be freed late."""
 
     def __init__(self, network: nn.Cell) -> None:
         self._network = network
@@ -157,9 +157,9 @@ class Window(nn.Cell):
         return ops.depend(loss, ended), outputs
 
     def add_micro_batch(self, sums, times, micro_batch, scale):
-        """Forward, backward and add for one micro-batch of a batch that Python cuts. The whole batch is expected to
-        count `times` as much. `sums` : the batch's sums so far, then its items. Returns the new `sums` , the batch's
-        mean loss so far, and the outputs."""
+        """Forward, backward and add for one micro-batch of a batch that Python cuts. `times` : how often the batch is
+        expected to have this micro-batch's count; 4.0 for one of four equal ones. `sums` : the batch's sums so far,
+        then its items. Returns the new `sums` , the batch's mean loss so far, and the outputs."""
         count = self.weighing.counting.of(*micro_batch)
         expected = self.weighing.count_for_seed(count) * times
         seed_per_item = self.open.seed_of_window(scale, expected, self.open.window_steps + 0)

@@ -1,4 +1,4 @@
-"""The options of accumulation, each once: its type, its default, its check, and what of it matters for memory. The
+"""The options of accumulation, each once: its type, its default, its check, and its part in the use of memory. The
 signature and docstring of `GradAccumulationCell` are compared with this, and the key of found sizes is made from it.
 compatibility.py has what does not go together.
 """
@@ -37,7 +37,7 @@ class Option(NamedTuple):
     """What is known of an option besides its name and default."""
 
     check: Callable[[str, str, Any], None]  # of the class in errors, the option's name, and its value
-    for_memory: Callable[[Any], Any]  # what of the value decides which size of micro-batches fits
+    for_memory: Callable[[Any], Any]  # the part of the value that changes how much memory a micro-batch takes
     annotation: str | None  # the type that a user gives, if that of the field is Any
 
 
@@ -110,7 +110,7 @@ class Options:
             object.__setattr__(self, "accumulators", Accumulators())
 
     def for_memory(self) -> tuple:
-        """What of the options decides which size of micro-batches fits."""
+        """The parts of the options that change how much memory a micro-batch takes."""
         return tuple(known.for_memory(getattr(self, name)) for name, known in each_option(type(self)).items())
 
     @property

@@ -11,8 +11,8 @@ The accumulated gradient of one loss is divided afterwards. Several losses share
 before its backward: their totals come first, from the whole batch. Where the network returns them, it is called on the
 whole batch, and the compiler removes all of that call but the denominators.
 
-An operation within the graph that backward differentiates costs the compiler about ten times as much as one behind it.
-So the loss alone is added up there. Other numbers of a micro-batch, which have no gradient, are returned as they are;
+Backward differentiates the forward graph. An operation in it costs the compiler about ten times as much as one outside.
+So the forward graph adds up the loss alone. It returns the other numbers of each micro-batch, which have no gradient;
 `BatchSums.sums` checks the counts among them, and adds them up.
 
 Backward's seed has a factor, by which the accumulators hold numbers of a mean's size: a multiplication in each

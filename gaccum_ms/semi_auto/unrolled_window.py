@@ -163,8 +163,8 @@ class UnrolledWindow(nn.Cell):
             numbers, outputs = numbers
         seed = scale  # of the loss
         if numbers.ndim > 0:
-            # The compiler takes no constant stack apart again: a loss per sample, whose seed it would not know, would
-            # cost one more reduction over devices. So one of the zeros is no constant.
+            # The compiler must see the loss's own seed in this stack: else a loss per sample costs one more reduction
+            # over devices. It does not look into a constant stack, so one of the zeros is computed.
             seed = stack((scale, ops.zeros_like(scale), *zeros(numbers.shape[0] - 2)))
         seeds = (seed + self.zero, self.zero_seeds(outputs)) if self.has_outputs else seed
         gradients = self.backward(self.batch_sums, self.weights)(*inputs, seeds)
