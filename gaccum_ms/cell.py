@@ -74,15 +74,14 @@ class GradAccumulationCell(nn.Cell):
             batch's own mean, on this rank. Only the window's last batch reduces and updates: see
             :class:`FlushAccumulation` for the batches that remain at the end. Given alone, 1 too, each batch is one
             micro-batch. Default: ``None`` , 1.
-        reduction (str, optional): How the network's loss combines its inputs, ``"mean"`` or ``"sum"`` . A sum without
-            `count` stays a sum, over the whole batch; with `count` it is divided by the total count. With ``None`` it
-            is what the loss says, such as ``nn.MSELoss(reduction="sum")`` as the `loss_fn` or in an `nn.WithLossCell` ;
-            a loss that a `construct` of yours calls says nothing, and is a mean. Another than the loss says is an
-            error. ``"ratio"`` : the
-            network returns a tuple (numerator, denominator), a sum and the count of its items, both scalars; use it if
-            the count is known only after the forward. The window's loss is then the sum of numerators over the sum of
-            denominators, of all micro-batches and ranks. Denominators follow the rules of `count` below, and have no
-            gradient. Default: ``None`` , what the loss says, else a mean.
+        reduction (str, optional): How the network's loss combines its inputs: ``"mean"`` , ``"sum"`` or ``"ratio"`` . A
+            sum without `count` stays a sum, over the whole batch; with `count` it is divided by the total count. With
+            ``None`` it is what the loss says, such as ``nn.MSELoss(reduction="sum")`` as the `loss_fn` or in an
+            `nn.WithLossCell` ; a loss that a `construct` of yours calls says nothing, and is a mean. Another than the
+            loss says is an error. ``"ratio"`` : the network returns a tuple (numerator, denominator), a sum and the
+            count of its items, both scalars; use it if the count is known only after the forward. The window's loss is
+            then the sum of numerators over the sum of denominators, of all micro-batches and ranks. Denominators follow
+            the rules of `count` below, and have no gradient. Default: ``None`` , what the loss says, else a mean.
         count (Union[Callable, Sequence], optional): A function or Cell that maps the network's inputs to the number
             of items in its mean, a number or a scalar Tensor: valid tokens, unpadded pixels, the sum of weights
             (:class:`CountNotIgnored` and :class:`CountMask` are ready made). Gradient and loss of a window are then
@@ -109,10 +108,10 @@ class GradAccumulationCell(nn.Cell):
             Default: ``()`` .
         accumulators (Accumulators, optional): How gradients are kept while they add up: dtype, and Kahan's
             compensation. Default: ``None`` , ``Accumulators()`` .
-        overflow (str, optional): The effect of a gradient that is not finite. ``"drop_window"`` : with a loss scale,
-            the window does not update. ``"drop_micro_batch"`` : the micro-batch is left out, only on its rank, and the
-            rest is divided by the remaining total of all ranks; ranks are then weighted by their samples or counts. A
-            dynamic loss scale is reduced too. Default: ``"drop_window"`` .
+        overflow (str, optional): What a gradient that is not finite drops: ``"drop_window"`` or ``"drop_micro_batch"``
+            . The window: with a loss scale, it does not update. The micro-batch: it is left out, only on its rank, and
+            the rest is divided by the remaining total of all ranks; ranks are then weighted by their samples or counts.
+            A dynamic loss scale is reduced too. Default: ``"drop_window"`` .
         record_noise (bool, optional): Record the squared gradient norms of the window's micro-batches and of the
             window, in ``noise_sums`` and ``grad_norm`` of the step, for :class:`GradNoiseScale`
             and :class:`AdaptiveAccumulation` . Default: ``False`` .
@@ -125,15 +124,16 @@ class GradAccumulationCell(nn.Cell):
         jit (bool, optional): Compile the training step in PyNative mode too, where an eager update takes 1.5 to 20
             times as long. Default: ``None`` , run it eagerly, so that breakpoints work. Graph mode always compiles,
             and so does ``"auto"`` . A compiled step keeps each layer's `set_train` at compile time.
-        split (Union[EvenSplit, Callable], optional): How a batch becomes micro-batches. :class:`EvenSplit` cuts all
-            inputs along axis 0, or the axis that it names, except those that it shares. Use a function if micro-batches
-            are not rows of the inputs (targets with image numbers, packed sequences, graphs, dicts): it is called with
-            the batch, and returns a list of micro-batches, each a tuple of Tensors, the network's inputs. `micro_size`
-            and `micro_batch_size` are then left out. Python calls it, and runs the compiled micro-step for each
-            micro-batch. The micro-step is compiled once for each set of shapes, so pad to a few shapes. Ranks may have
-            different numbers of micro-batches, and are weighted by their samples or counts. Without `count` , the
-            length of axis 0 of a micro-batch's first input is its number of samples; a bad `count` leaves the whole
-            window out. Default: ``None`` , ``EvenSplit()`` .
+        split (Union[EvenSplit, Callable], optional): How a batch becomes micro-batches: :class:`EvenSplit` ,
+            :class:`MaxTokens` or your function. :class:`EvenSplit` cuts all inputs along axis 0, or the axis that it
+            names, except those that it shares. Use a function if micro-batches are not rows of the inputs (targets with
+            image numbers, packed sequences, graphs, dicts): it is called with the batch, and returns a list of
+            micro-batches, each a tuple of Tensors, the network's inputs. `micro_size` and `micro_batch_size` are then
+            left out. Python calls it, and runs the compiled micro-step for each micro-batch. The micro-step is compiled
+            once for each set of shapes, so pad to a few shapes. Ranks may have different numbers of micro-batches, and
+            are weighted by their samples or counts. Without `count` , the length of axis 0 of a micro-batch's first
+            input is its number of samples; a bad `count` leaves the whole window out. Default: ``None`` ,
+            ``EvenSplit()`` .
 
     Inputs:
         - **\*inputs** (Tensor) - The network's inputs, each of shape :math:`(N, ...)`, except those that `split`

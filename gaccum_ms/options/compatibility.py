@@ -47,6 +47,7 @@ RULES = (
         "semi-auto and auto parallel mode need graph mode, because the compiler distributes graphs, but got PyNative "
         "mode. Use ms.set_context(mode=ms.GRAPH_MODE).",
         RuntimeError,
+        instead="`ms.set_context(mode=ms.GRAPH_MODE)`",
     ),
     Rule(
         SEMI_AUTO,
@@ -56,6 +57,7 @@ RULES = (
         "in semi-auto and auto parallel mode the compiler's own passes accumulate, which take each micro-batch once, "
         "but got a network of class 'WithBatchLossCell', whose micro-batches go forward twice. Use data parallel mode, "
         "with gather_ranks=True where the loss is to see the samples of all devices.",
+        instead="data parallel mode, with `gather_ranks=True`",
     ),
     Rule(
         SPAN_LATER,
@@ -64,6 +66,7 @@ RULES = (
         lambda s: s.options.several_losses,
         "windows of several batches need a network of one loss, because one accumulator cannot be divided by several "
         "totals, but got one of several losses.",
+        instead="larger batches and `micro_size`",
     ),
     Rule(
         SPAN_LATER,
@@ -73,6 +76,7 @@ RULES = (
         "windows of several batches need a loss that is a mean or sum over micro-batches, but got a "
         "'WithBatchLossCell', whose loss needs all samples of the window at once: the first batches are gone when the "
         "last one comes. Use larger batches and a larger 'micro_size', which need no more memory.",
+        instead="larger batches and `micro_size`",
     ),
     Rule(
         PIPELINE,
@@ -82,6 +86,7 @@ RULES = (
         "in a pipeline the network must return one loss, because the totals of several are known too late, on the last "
         "stage and after its last micro-batch, but got {options.losses} losses. Return their weighted sum, or its "
         "numerator and denominator with reduction='ratio'.",
+        instead="return their weighted sum, or a ratio",
     ),
     Rule(
         SPAN_LATER,
@@ -90,6 +95,7 @@ RULES = (
         lambda s: stages() > 1,
         "windows of several batches need a network on one stage, but got a pipeline: between two batches all stages "
         "would stand idle. Use larger batches and a larger 'micro_size', which need no more memory.",
+        instead="larger batches and `micro_size`",
     ),
     Rule(
         TRIAL,
@@ -99,6 +105,7 @@ RULES = (
         "the network of 'cell' must have a loss that one micro-batch can be tried with, but got a 'WithBatchLossCell', "
         "whose loss needs all samples, and with 'gather_ranks' all ranks. Ask about its backbone, with any loss: "
         "intermediate values of the backbone are what grows with micro-batches.",
+        instead="ask about its backbone, with any loss",
     ),
     Rule(
         TRIAL,
@@ -109,6 +116,7 @@ RULES = (
         "out over all devices, and no rank can try its part alone. Look at 'mindspore.runtime.max_memory_allocated()' "
         "after a step.",
         RuntimeError,
+        instead="`mindspore.runtime.max_memory_allocated()` after a step",
     ),
     # -- micro_batch_size --
     Rule(
@@ -118,6 +126,7 @@ RULES = (
         lambda s: s.options.finds_size and s.options.jit is False,
         "micro_batch_size='auto' compiles in PyNative mode too, because MindSpore's eager gradient does not "
         "survive running out of memory, but got jit=False. Leave 'jit' out, or give a number of samples.",
+        instead="leave `jit` out, or give a number",
     ),
     Rule(
         CELL,
@@ -128,6 +137,7 @@ RULES = (
         "batch again by itself, but got {options.losses} loss(es) and a network of class '{network}'. Give the "
         "number of samples; "
         "'find_micro_batch_size' finds it for what is not a 'WithBatchLossCell'.",
+        instead="a number; `find_micro_batch_size` finds it",
     ),
     Rule(
         IN_ONE_GRAPH,
@@ -138,11 +148,13 @@ RULES = (
         "training step is part of another graph, as with data sinking. Use model.train(..., "
         "dataset_sink_mode=False), or the number that gaccum_ms.find_micro_batch_size returns.",
         RuntimeError,
+        instead="`dataset_sink_mode=False`, or what `find_micro_batch_size` returns",
     ),
     only_in_semi_auto(
         "micro_batch_size",
         None,
         "the compiler must know the number of micro-batches before it sees a batch; give 'micro_size'",
+        instead="`micro_size`",
     ),
     Rule(
         AUDIT,
@@ -152,6 +164,7 @@ RULES = (
         "the number of micro-batches must be given, because with it the batch is compared, but got "
         "micro_batch_size='auto'. Give 'micro_size', or a 'micro_batch_size' such as 'find_micro_batch_size' "
         "returns.",
+        instead="`micro_size`, or what `find_micro_batch_size` returns",
     ),
     # -- accumulation_steps --
     Rule(
@@ -162,6 +175,7 @@ RULES = (
         "in a pipeline 'accumulation_steps' must be 1, because between two batches all stages would stand idle, "
         "but got {options.accumulation_steps}. Use larger batches and a larger 'micro_size', which need no more "
         "memory.",
+        instead="larger batches and `micro_size`",
     ),
     Rule(
         CELL,
@@ -173,12 +187,14 @@ RULES = (
         "accumulation_steps={options.accumulation_steps} and {options.losses} losses. Use larger batches and "
         "'micro_size'. Or add the losses up in the network: where one total serves all; or each divided by its "
         "window's total, which is an input of each batch that EvenSplit shares, with reduction='sum'.",
+        instead="larger batches and `micro_size`, or add losses up in the network",
     ),
     only_of_batch_loss(
         "accumulation_steps",
         1,
         "the loss needs all samples of the window at once, and the first batches of a window are gone when the "
         "last one comes; use larger batches and a larger 'micro_size', which need no more memory",
+        instead="larger batches and `micro_size`",
     ),
     # -- reduction --
     Rule(
@@ -189,6 +205,7 @@ RULES = (
         "'reduction' must be what the loss says, but got reduction={options.reduction!r} and a '{stated.loss}' "
         "with reduction='{stated.reduction}'. Leave 'reduction' out, which is then what the loss says, or make "
         "the loss with the reduction that is meant.",
+        instead="leave `reduction` out, or change the loss's",
     ),
     Rule(
         LOSS,
@@ -198,6 +215,7 @@ RULES = (
         "the loss must be one number, the mean or the sum of a batch, but got a '{stated.loss}' with "
         "reduction='none', which is one for each item. Make it with reduction='mean' or 'sum'; or give the network "
         "gaccum_ms.PerSampleLoss(nn.WithLossCell(net, loss)), which takes the mean.",
+        instead="`PerSampleLoss` around the network, or another reduction",
     ),
     Rule(
         CELL,
@@ -206,6 +224,7 @@ RULES = (
         lambda s: s.options.reduction == "sum" and s.options.several_losses and None in s.options.counts,
         "reduction='sum' with 'loss_weights' needs a 'count' for each loss, but got count={options.count}. Give a "
         "count for each, or means.",
+        instead="a `count` for each, or means",
     ),
     Rule(
         CELL,
@@ -215,6 +234,7 @@ RULES = (
         "with reduction='ratio' the network returns its numerator and what that is divided by, and nothing else "
         "says it, but got count={options.count} and a network of class '{network}'. Leave 'count' out; or return "
         "means or sums, and give reduction='mean' or 'sum'.",
+        instead="leave `count` out, or return means or sums",
     ),
     Rule(
         IN_LOOPS,
@@ -224,6 +244,7 @@ RULES = (
         "reduction='ratio' is for one loss, because each loss is divided by its own total before its backward, and "
         "a ratio's total is known afterwards, but got {options.losses} losses. Return sums, with reduction='sum' "
         "and a 'count' for each.",
+        instead='sums, with `reduction="sum"` and a `count` for each',
     ),
     # -- count --
     Rule(
@@ -234,6 +255,7 @@ RULES = (
         "with a network of class 'WithBatchLossCell' the argument 'count' must be None, but got {options.count}: "
         "the loss is not a mean over micro-batches, which could weigh by their counts; 'loss_fn' itself divides by "
         "what it likes.",
+        instead="divide in `loss_fn`",
     ),
     # -- min_count --
     Rule(
@@ -245,6 +267,7 @@ RULES = (
         "reduction='ratio', but got min_count={options.min_count}, count={options.count}, "
         "reduction={options.reduction!r} and a network of class '{network}'. Leave it out, or give 'count' or a "
         "ratio.",
+        instead="give `count` or a ratio, or leave it out",
     ),
     # -- loss_weights --
     Rule(
@@ -255,8 +278,15 @@ RULES = (
         "'WindowBatchNorm' pools a micro-batch's statistics in each forward, and where one of three or more losses "
         "counts nothing, forward runs once for each other loss, but got {options.losses} losses. Add losses up in "
         "the network, or use nn.GroupNorm.",
+        instead="add losses up in the network, or `nn.GroupNorm`",
     ),
-    only_of_batch_loss("loss_weights", (1.0,), "add the losses up in 'loss_fn'", SEVERAL),
+    only_of_batch_loss(
+        "loss_weights",
+        (1.0,),
+        "add the losses up in 'loss_fn'",
+        SEVERAL,
+        instead="add the losses up in `loss_fn`",
+    ),
     # -- transforms --
     Rule(
         SEMI_AUTO,
@@ -267,6 +297,7 @@ RULES = (
         "because a gradient is one device's part there, but got {options.seeing_more_than_elements}. Give a "
         "Transform whose class says elementwise = True; or ClipByGlobalNorm or SkipSpikes, which take the norm of "
         "all parts. 'AdaptiveGradientClip' needs the norms of rows, of which each may lie on several devices.",
+        instead="`elementwise = True`, `ClipByGlobalNorm` or `SkipSpikes`",
     ),
     # -- accumulators --
     Rule(
@@ -277,6 +308,7 @@ RULES = (
         "in semi-auto and auto parallel mode the argument 'accumulators' must have compensated=False, and the "
         "precision of the weights at least, but got {options.accumulators}: the compiler's own pass adds the "
         "gradients; give Accumulators(mindspore.float32). Data parallel mode has no such limit.",
+        instead="`Accumulators(mindspore.float32)`",
     ),
     # -- overflow --
     Rule(
@@ -287,15 +319,21 @@ RULES = (
         "overflow='drop_micro_batch' divides what is left by its count, which must be one loss's mean, or a sum "
         "with 'count', but got {options.losses} loss(es), reduction={options.reduction!r} and "
         "count={options.count}. Use overflow='drop_window'.",
+        instead='`overflow="drop_window"`',
     ),
     only_of_batch_loss(
         "overflow",
         "drop_window",
         "a micro-batch cannot be left out, because all others are compared with it",
         DROPS,
+        instead='`overflow="drop_window"`',
     ),
     only_in_semi_auto(
-        "overflow", "drop_window", "the compiler's own pass adds the gradients, and leaves none out", DROPS
+        "overflow",
+        "drop_window",
+        "the compiler's own pass adds the gradients, and leaves none out",
+        DROPS,
+        instead='`overflow="drop_window"`',
     ),
     # -- record_noise --
     Rule(
@@ -307,13 +345,20 @@ RULES = (
         "that is a mean, or a sum with 'count', but got {options.losses} loss(es), "
         "reduction={options.reduction!r} and count={options.count}. Use reduction='mean', and add losses up in the "
         "network.",
+        instead='`reduction="mean"`, and add losses up in the network',
     ),
     only_of_batch_loss(
         "record_noise",
         False,
         "a micro-batch's part of the gradient is not an estimate of the whole: it depends on all other samples",
+        instead="leave it out: no part estimates the whole gradient",
     ),
-    only_in_semi_auto("record_noise", False, "the compiler's own pass adds the gradients, and none is seen"),
+    only_in_semi_auto(
+        "record_noise",
+        False,
+        "the compiler's own pass adds the gradients, and none is seen",
+        instead="data parallel mode",
+    ),
     # -- aux --
     Rule(
         CELL,
@@ -323,6 +368,7 @@ RULES = (
         "with aux=True the network must return one loss before its other outputs, from one forward of each "
         "micro-batch, but got {options.losses} loss(es) and a network of class '{network}'. Add losses up in the "
         "network, and return each as an output of shape (); of a 'WithBatchLossCell' call the backbone itself.",
+        instead="return each loss as an output; call the backbone itself",
     ),
     # -- split --
     Rule(
@@ -333,6 +379,7 @@ RULES = (
         "'split' of class 'MaxTokens' fills micro-batches up with rows of padding, which must weigh nothing, but "
         "got count=None, by which they weigh as samples. Give a 'count' of tokens that are not padding, such as "
         "gaccum_ms.CountNotIgnored(), or reduction='ratio'.",
+        instead='`count=CountNotIgnored()`, or `reduction="ratio"`',
     ),
     Rule(
         CELL,
@@ -341,6 +388,7 @@ RULES = (
         lambda s: s.options.finds_tokens and s.options.jit is False,
         "MaxTokens('auto', ...) compiles in PyNative mode too, because MindSpore's eager gradient does not survive "
         "running out of memory, but got jit=False. Leave 'jit' out, or give a number of tokens.",
+        instead="leave `jit` out, or give a number",
     ),
     Rule(
         CELL,
@@ -350,6 +398,7 @@ RULES = (
         "a function as 'split' needs one loss that is a mean or sum over samples, because each rank adds "
         "micro-batches one at a time, as many as it has, but got {options.losses} loss(es) and a network of class "
         "'{network}'. Add losses up in the network, or use EvenSplit.",
+        instead="add losses up in the network, or `EvenSplit`",
     ),
     Rule(
         IN_ONE_GRAPH,
@@ -359,6 +408,7 @@ RULES = (
         "a function as 'split' needs Python at each batch, which calls it, but the training step is part of "
         "another graph, as with data sinking. Use model.train(..., dataset_sink_mode=False), or EvenSplit.",
         RuntimeError,
+        instead="`dataset_sink_mode=False`, or `EvenSplit`",
     ),
     Rule(
         PIPELINE,
@@ -367,6 +417,7 @@ RULES = (
         lambda s: bool(s.options.shared),
         "in a pipeline the argument 'split' must be None, but got {options.split!r}: the compiler's pass finds no "
         "micro-batches where an input is not cut. Repeat the input for each sample, or make it a Parameter.",
+        instead="repeat the input for each sample, or a Parameter",
     ),
     Rule(
         SEMI_AUTO,
@@ -376,6 +427,7 @@ RULES = (
         "in semi-auto and auto parallel mode the argument 'split' must be None or EvenSplit(shared=...), but got "
         "{options.split!r}: the compiler itself cuts all inputs along axis 0. Data parallel mode has no such "
         "limit.",
+        instead="`EvenSplit(shared=...)`",
     ),
     Rule(
         AUDIT,
@@ -385,6 +437,7 @@ RULES = (
         "the batch must be the network's inputs, so that the whole batch can be trained with too, but got a "
         "function as 'split': only the function is known to make inputs of it. Train one step each with this "
         "function and with one that returns the batch as one micro-batch, and compare the weights.",
+        instead="compare with a function that returns one micro-batch",
     ),
     Rule(
         TRIAL,
@@ -394,6 +447,7 @@ RULES = (
         "micro-batches must be so many samples of the batch, of which other numbers can be tried, but got a "
         "function as 'split': only the function is known to make micro-batches. Ask about a cell with "
         "'micro_size', and a batch as large as the function's largest micro-batch.",
+        instead="ask about a cell with `micro_size`",
     ),
     Rule(
         AUDIT,
@@ -402,6 +456,7 @@ RULES = (
         lambda s: s.options.finds_tokens,
         "the number of tokens in a micro-batch must be given, because with it the batch is compared, but got "
         "MaxTokens('auto', ...). Give a number such as 'find_micro_batch_size' returns.",
+        instead="a number, such as `find_micro_batch_size` returns",
     ),
     Rule(
         REPORT,
@@ -411,6 +466,7 @@ RULES = (
         "micro-batches must be so many samples of the batch, of which each number is a row of the report, but got "
         "'split' of class 'MaxTokens', whose micro-batches are so many tokens. 'find_micro_batch_size' finds how "
         "many fit.",
+        instead="`find_micro_batch_size`",
     ),
 )
 

@@ -95,6 +95,7 @@ class Rule:
     refuses: Callable[[Setup], bool]
     text: str  # {options}, {stated}: what its loss says, {network}: its class, {mode}: the parallel mode
     error: type[Exception] = ValueError
+    instead: str = ""  # for the docs: what to write, in ten words
 
     def message(self, owner: str, setup: Setup) -> str:
         """The whole text; `owner` is the class that it names."""
@@ -104,7 +105,7 @@ class Rule:
         return f"For '{owner}', {text}"
 
 
-def only_in_semi_auto(name: str, allowed: Any, why: str, what: str | None = None) -> Rule:
+def only_in_semi_auto(name: str, allowed: Any, why: str, what: str | None = None, *, instead: str) -> Rule:
     """In semi-auto and auto parallel mode the option must have this value. `what` : the option, in the docs' words."""
     return Rule(
         SEMI_AUTO,
@@ -113,10 +114,11 @@ def only_in_semi_auto(name: str, allowed: Any, why: str, what: str | None = None
         lambda s: getattr(s.options, name) != allowed,
         f"in {SEMI_AUTO} the argument '{name}' must be {allowed!r}, but got {{options.{name}!r}}: {why}. Data parallel "
         f"mode has no such limit.",
+        instead=instead,
     )
 
 
-def only_of_batch_loss(name: str, allowed: Any, why: str, what: str | None = None) -> Rule:
+def only_of_batch_loss(name: str, allowed: Any, why: str, what: str | None = None, *, instead: str) -> Rule:
     """With a loss of the whole batch the option must have this value. `what` : the option, in the docs' words."""
     return Rule(
         CELL,
@@ -125,4 +127,5 @@ def only_of_batch_loss(name: str, allowed: Any, why: str, what: str | None = Non
         lambda s: s.of_batch and getattr(s.options, name) != allowed,
         f"with a network of class 'WithBatchLossCell' the argument '{name}' must be {allowed!r}, but got "
         f"{{options.{name}!r}}: {why}.",
+        instead=instead,
     )

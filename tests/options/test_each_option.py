@@ -232,17 +232,11 @@ def test_the_plain_options_go_together_everywhere(place):
     assert first_refused(place, "Owner", Setup(options_of({"micro_size": 2}), nn.Dense(1, 1))) is None
 
 
-def reason(text):
-    """The part of a rule's text in the docs: the reason and the remedy."""
-    must_be, _, rest = text.partition(", but ")
-    given, _, remedy = rest.partition(". ")
-    why = given.partition(": ")[2] or must_be
-    return f"{why.removesuffix('.')}. {remedy}".strip()
-
-
 def rules():
-    rows = [(rule.what, rule.beside, reason(rule.text)) for rule in RULES]
-    return [("what", "does not go with", "because, and what to do instead"), *rows]
+    """In groups of the same option, as a user looks for what was wanted."""
+    rows = dict.fromkeys((rule.what, rule.beside, rule.instead) for rule in RULES)
+    wanted = list(dict.fromkeys(what for what, _, _ in rows))
+    return [("what", "does not go with", "instead"), *sorted(rows, key=lambda row: wanted.index(row[0]))]
 
 
 def options():
