@@ -247,7 +247,7 @@ FAULTS = [
         "training/step.py",
         "if self.called_by_python and self.end_window.branches:",
         "if self.called_by_python and self.end_window is None:",
-        "training/test_memory_growth.py -k scaled-windows-graph",
+        "training/test_memory_growth.py::test_memory_is_flat[windows]",
     ),
     Fault(
         "a branch within the loop",
@@ -255,14 +255,14 @@ FAULTS = [
         "                while takes:\n                    part = self.added(seed_per_item, ran, gradients)\n"
         "                    takes = ms.Tensor(False)\n",
         "                if takes:\n                    part = self.added(seed_per_item, ran, gradients)\n",
-        "training/test_memory_growth.py -k count-drop-graph",
+        "training/test_memory_growth.py::test_memory_is_flat[count]",
     ),
     Fault(
         "Python writes by an operator, which grows",
         "backend/parameters.py",
         "    if not _written_in_place(parameter, value):\n",
         "    if True:\n",
-        "training/test_memory_growth.py -k split-graph",
+        "training/test_memory_growth.py::test_memory_is_flat[tokens]",
     ),
     Fault(
         "a batch that failed half-way stays in its window",

@@ -25,6 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,22 +58,31 @@ def is_core(item: pytest.Item) -> bool:
         return True
     if mark.args:
         return call.id in mark.args
-    return all(
-        (getattr(call.params[name], "__name__", None) or call.params[name]) in (one if isinstance(one, list) else [one])
-        for name, one in mark.kwargs.items()
-    )
+    return all(_value(call, name) in _listed(chosen) for name, chosen in mark.kwargs.items())
+
+
+def _value(call: Any, name: str) -> Any:
+    """The value of a parameter, as marks name it."""
+    return getattr(call.params[name], "__name__", None) or call.params[name]
+
+
+def _listed(chosen: Any) -> list[Any]:
+    return chosen if isinstance(chosen, list) else [chosen]
 
 
 def missing_core(items: list[pytest.Item]) -> dict[str, set[str]]:
-    """The ids in marks `core` that do not exist, by test."""
+    """The ids, and values of parameters, in marks `core` that do not exist, by test."""
     missing = defaultdict(set)
     for item in items:
-        mark = item.get_closest_marker("core")
-        missing[item.nodeid.partition("[")[0]].update(mark.args if mark else ())
+        if mark := item.get_closest_marker("core"):
+            values = {f"{name}={value}" for name, chosen in mark.kwargs.items() for value in _listed(chosen)}
+            missing[item.nodeid.partition("[")[0]].update(mark.args, values)
     for item in items:
         test, _, parameters = item.nodeid.partition("[")
+        mark, call = item.get_closest_marker("core"), getattr(item, "callspec", None)
         missing[test].discard(parameters.removesuffix("]"))
-    return {test: ids for test, ids in missing.items() if ids}
+        missing[test].difference_update(f"{name}={_value(call, name)}" for name in (mark.kwargs if mark else ()))
+    return {test: values for test, values in missing.items() if values}
 
 
 def known_seconds(file: Path, quick: bool) -> dict[str, float]:
@@ -110,7 +120,7 @@ class Spread:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if ids := self.missing.get(item.nodeid.partition("[")[0]):
-            pytest.fail(f"the mark 'core' names ids that this test does not have: {', '.join(ids)}")
+            pytest.fail(f"the mark 'core' names what this test does not have: {', '.join(ids)}")
         if time.monotonic() > self.until:
             pytest.skip("the time given by --minutes is over")
 

@@ -117,10 +117,11 @@ def test_each_commit_has_an_order_of_its_own(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_core_id_that_does_not_exist_fails_its_test(tmp_path):
-    done = run(tmp_path, file=FILE.replace("graph-0", "graph-7"))
-    assert done.stdout.count("the mark 'core' names ids that this test does not have: graph-7") == 6
-    assert "6 passed, 6 errors" in done.stdout
+def test_what_a_core_mark_names_and_does_not_exist_fails_its_test(tmp_path):
+    done = run(tmp_path, file=FILE.replace("graph-0", "graph-7").replace('["int", "str"]', '("int", "str")'))
+    assert done.stdout.count("the mark 'core' names what this test does not have: graph-7") == 6
+    assert done.stdout.count("the mark 'core' names what this test does not have: kind=('int', 'str')") == 3
+    assert "3 passed, 9 errors" in done.stdout
 
 
 FAILS = """

@@ -142,7 +142,7 @@ def real_tokens(tokens):
 
 
 def lengths(tokens):
-    return (tokens > 0).sum(1)
+    return (tokens.asnumpy() > 0).sum(1)  # MindSpore's own `sum` loses 0.7 KB
 
 
 def by_sample(x, y):
