@@ -34,8 +34,9 @@ in it. The loop's body is compiled once, so compile time and memory do not grow 
 
       an ``if`` on a Tensor within a loop, also in a function that the loop calls: write an inner ``while`` that runs
       once or not at all, in the same function as the loop, and not within an ``if`` on a constant
-      a branch that does not run at each call, and passes values that it computed to a branch within it: make one branch
-      of both, or give the outer one a graph that Python calls (`WindowEnd` )
+      a branch that runs at exactly every second or fourth call (not: every third, or at random), as that of a window's
+      end, and passes values that it computed to a branch or loop within it: make one branch of both, or give the outer
+      one a graph that Python calls (`WindowEnd` )
       an input of a graph with a branch that only `ops.depend` uses: let a kernel use it
 
 * No global that a method uses has the name of a method of its class: graph mode would use the method.
