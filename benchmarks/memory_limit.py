@@ -35,7 +35,7 @@ _UPDATES = 3
 _LOOKS_EVERY = 0.02  # seconds
 _OWN = ("Private_Clean", "Private_Dirty", "Pss_Shmem")  # the memory that a trial's process does not share
 _APART = 0.02  # of a peak: the least difference of two neighbours with a limit between them
-_PREDICTED_WITHIN, _KEPT_WITHIN = 0.15, 1.03  # the second on a machine without other load
+_PREDICTED_WITHIN, _KEPT_WITHIN, _USED = 0.15, 1.0, 0.85
 
 
 # -- the programs, each in a separate process --------------------------------------------------------------------------
@@ -53,7 +53,6 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
         find_micro_batch_size,
         memory_report,
     )
-    from gaccum_ms.memory.heap import keep_heap_small
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
@@ -69,12 +68,10 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
     size = number
     if kind == "find":
         size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch, number)
-    else:
-        keep_heap_small()  # as after a search
     options = {"micro_batch_size": AutoSize(number)} if "auto" in kind else {"micro_batch_size": size}
     step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, **options), optimizer).set_train()
     if kind == "alone auto":
-        step._runner._begin(size)
+        step._runner.runner.cut_into(size)
     for _ in range(_UPDATES):
         step(*batch).asnumpy()
     return {"size": step.micro_batch_size, "peak": _kilobytes("/proc/self/status", "VmHWM")}
@@ -106,7 +103,7 @@ def _watched(seconds: float, *arguments: Any) -> Outcome:
         both = 0
         try:
             while process.poll() is None:
-                both = max(both, _together(process.pid))
+                both = max(both, together(process.pid))
                 if time.monotonic() - start > seconds:
                     raise TimeoutError(f"{arguments} took more than {seconds} s")
                 time.sleep(_LOOKS_EVERY)
@@ -120,7 +117,7 @@ def _watched(seconds: float, *arguments: Any) -> Outcome:
     return Outcome(json.loads(lines[-1]), both, time.monotonic() - start)
 
 
-def _together(process: int) -> int:
+def together(process: int) -> int:
     """Resident bytes of a process, plus the bytes of its children that they do not share with it. A process that ends
     is read slowly, up to 0.1 s, so this process is read before and after, and the smaller size counts."""
     own_file = f"/proc/{process}/status"
@@ -177,7 +174,7 @@ def measure(name: str, samples: int, runs: int, seconds: float) -> str:
         targets.append(
             Target(f"{name}, {way}: the peak of search and training, of the limit", max(highest) / limit, _KEPT_WITHIN)
         )
-        targets.append(Target(f"{name}, {way}: what fits, over the least found", fits / min(found), 1 / 0.8))
+        targets.append(Target(f"{name}, {way}: what fits, over the least found", fits / min(found), 1 / _USED))
         targets.append(Target(f"{name}, {way}: sizes found in {runs} runs", len(set(found)), 2))
     return "\n".join(
         [

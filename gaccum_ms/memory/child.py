@@ -1,14 +1,8 @@
-"""Runs a function in a copy of this process (``fork`` ), which watch.py ends before both exceed a memory limit.
+"""Runs a function in a copy of this process (``fork`` ), and reads the copy's peak memory.
 
 Nothing that the copy writes affects this process: weights, statistics, generators, Python's objects, and MindSpore's
-graphs. Both share all memory that neither has written since, so that together they use little more than the copy would
-alone. There are two exceptions, which are handled here:
-
-* Resident size counts pages of files, mostly code, in the process that has read them. So the copy first reads the
-  pages that this process has read.
-* An optimizer writes all weights and its state, which would duplicate these pages. So in the copy, all addresses of a
-  large Parameter are mapped to repetitions of its first part: the addresses and the resident size are the same, but it
-  needs little memory. The results of such weights are wrong, but nothing uses them.
+graphs. Both share all memory that neither has written since, so what counts is their memory together: that is what the
+function would need in this process alone, and at most some 30 MB more. The copy is ended before both exceed the limit.
 
 A copy has none of the other threads. If one of them holds a lock at the moment of the copy, the copy waits for it for
 ever. That is rare, so the run is then tried in another copy.
@@ -16,68 +10,74 @@ ever. That is rare, so the run is then tried in another copy.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import mmap
 import os
 import pickle
+import select
 import signal
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mindspore as ms
-import numpy as np
 
 from gaccum_ms.backend import fork_utils
-from gaccum_ms.memory.proc import forget_peak, own
-from gaccum_ms.memory.watch import StuckError, TooMuchMemory, Watch
+from gaccum_ms.memory.proc import forget_peak, own, sizes_in
 
-_PAGE = mmap.PAGESIZE
-_REPEATED = 128 * 1024  # bytes: the smallest Parameter that is repeated
-_PARTS = 16  # the largest number of repetitions
-_PART = 64 * 1024  # bytes: the smallest repeated part
 _COPIES = 3  # one after the other, if they wait for something
-_BEGUN = b"0"  # no pickle begins with it
+_STUCK_AFTER = 20  # seconds without any work
+_LOOKS_EVERY = 0.001  # seconds between two looks at the copy
 
 
 class Usage(NamedTuple):
-    """Bytes of the copy, including memory that it shares with this process."""
+    """Bytes in use."""
 
     peak: int  # during the run
     after: int  # after the run
 
 
-def run_in_child(watch: Watch, run: Callable[[], Any], written: Iterable[ms.Parameter]) -> Usage:
-    """Run a function in a copy of this process. `written` : the Parameters that the function writes, see the head of
-    this file; its result is lost. Raises its error, or TooMuchMemory; StuckError if three copies do nothing for 20
-    seconds each."""
-    written = list(written)
+class TooMuchMemory(MemoryError):
+    """The copy was ended because both processes would have exceeded the limit, or by the system. `reached` : their
+    bytes; the limit if the system has ended it."""
+
+    def __init__(self, message: str, reached: int) -> None:
+        super().__init__(message)
+        self.reached = reached
+
+
+class StuckError(RuntimeError):
+    """The copy was ended because it waited for something that only another thread of this process could do."""
+
+
+def run_in_child(owner: str, limit: int, run: Callable[[], Any]) -> Usage:
+    """Run a function in a copy of this process; its result is lost. Returns the bytes of both processes together.
+    Raises the function's error, or TooMuchMemory; StuckError if three copies do nothing for 20 seconds each."""
     for _ in range(_COPIES - 1):
         with suppress(StuckError):
-            return _run_in_copy(watch, run, written)
-    return _run_in_copy(watch, run, written)
+            return _run_in_copy(owner, limit, run)
+    return _run_in_copy(owner, limit, run)
 
 
-def _run_in_copy(watch: Watch, run: Callable[[], Any], written: list[ms.Parameter]) -> Usage:
-    pages = _file_pages()
+def _run_in_copy(owner: str, limit: int, run: Callable[[], Any]) -> Usage:
     gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()
+    own_size = own("VmRSS")
     answers, answer = os.pipe()
     fork_utils.prepare_before_fork()
     child = os.fork()
     if child == 0:
-        _answer(answer, lambda: _measured(run, written, pages, answer))
+        _answer(answer, lambda: _measured(run))
     ended = False
     try:
         fork_utils.parent_at_fork()
         os.close(answer)
         with os.fdopen(answers, "rb") as pipe:
-            text = watch.read_answer(pipe, child).removeprefix(_BEGUN)
+            text = _watched(owner, limit, pipe, child)
         ended = True
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
@@ -85,18 +85,57 @@ def _run_in_copy(watch: Watch, run: Callable[[], Any], written: list[ms.Paramete
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     if status == -signal.SIGKILL:
-        raise TooMuchMemory(
-            f"For '{watch.owner}', the system ended a trial, as it does when memory runs out.", watch.limit
-        )
+        raise TooMuchMemory(f"For '{owner}', the system ended a trial, as it does when memory runs out.", limit)
     if not text:
         raise RuntimeError(
-            f"For '{watch.owner}', a trial must run in a copy of this process, but got one that ended with exit code "
+            f"For '{owner}', a trial must run in a copy of this process, but got one that ended with exit code "
             f"{status}. Search in a program's beginning, before it starts threads of its own."
         )
     succeeded, value = pickle.loads(text)
     if not succeeded:
         raise value
-    return value
+    return Usage(*(own_size + size for size in value))
+
+
+def _watched(owner: str, limit: int, pipe: Any, child: int) -> bytes:
+    """What a copy writes into a pipe until it closes it. Raises TooMuchMemory or StuckError. To read the memory of both
+    processes takes Linux some 10 ms, so the copy's own is read instead until it has taken half of what was free."""
+    text, work, worked_at = b"", 0.0, time.monotonic()
+    size = reads_at = free = 0  # bytes: of the copy; its size at which both are read again; left for both
+    while True:
+        if select.select([pipe], [], [], _LOOKS_EVERY)[0]:
+            more = os.read(pipe.fileno(), 1 << 16)
+            if not more:
+                return text
+            text += more
+        before, size = size, sizes_in(f"/proc/{child}/status")["RssAnon"]
+        free -= size - before
+        if size >= reads_at:
+            free = limit - own("VmRSS") - _apart(sizes_in(f"/proc/{child}/smaps_rollup"))
+            reads_at = size + free // 2
+        if free < (size - before if before else 0):  # it could take the rest until the next look
+            raise TooMuchMemory(
+                f"For '{owner}', a trial reached {limit - free} bytes, but may have {limit}.", limit - free
+            )
+        if (seconds := _seconds_of_work(child)) > work:
+            work, worked_at = seconds, time.monotonic()
+        elif time.monotonic() - worked_at > _STUCK_AFTER:
+            raise StuckError(
+                f"For '{owner}', a trial runs in a copy of this process, which has none of its other threads, but got "
+                f"a copy that waits for something for {_STUCK_AFTER} s. Search in a program's beginning, before it "
+                f"starts threads and iterates over data sets."
+            )
+
+
+def _apart(sizes: dict[str, int]) -> int:
+    """Bytes of a copy that it does not share."""
+    return sizes["Rss"] - sizes["Shared_Clean"] - sizes["Shared_Dirty"]
+
+
+def _seconds_of_work(process: int) -> float:
+    """The process's seconds on the CPU."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()  # before it is the name
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # -- in the copy -------------------------------------------------------------------------------------------------------
@@ -134,54 +173,9 @@ def _pickled(error: BaseException) -> bytes:
     return text
 
 
-def _measured(
-    run: Callable[[], Any], written: Iterable[ms.Parameter], pages: list[tuple[int, int, np.ndarray]], pipe: int
-) -> Usage:
-    for start, length, places in pages:
-        np.frombuffer((ctypes.c_char * length).from_address(start), np.uint8)[places].max()
-    for parameter in written:
-        _repeat(parameter)
+def _measured(run: Callable[[], Any]) -> tuple[int, int]:
+    """The bytes that the copy does not share, at its peak and after the run."""
     forget_peak()
-    os.write(pipe, _BEGUN)  # from here on, it is watched
     run()
-    return Usage(own("VmHWM"), own("VmRSS"))
-
-
-def _repeat(parameter: ms.Parameter) -> None:
-    """Map a Parameter's addresses to repetitions of its first part."""
-    if parameter.nbytes < _REPEATED or parameter.has_init or not parameter.data_ptr():
-        return
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *[ctypes.c_int] * 3, ctypes.c_long)
-    map_fixed = 0x10
-    first = -(-parameter.data_ptr() // _PAGE) * _PAGE
-    last = (parameter.data_ptr() + parameter.nbytes) // _PAGE * _PAGE
-    part = -(-max(_PART, parameter.nbytes // _PARTS) // _PAGE) * _PAGE
-    file = os.memfd_create("gaccum_ms")
-    os.write(file, ctypes.string_at(first, min(part, last - first)))
-    for place in range(first, last, part):
-        length = min(part, last - place)
-        library.mmap(place, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | map_fixed, file, 0)
-    os.close(file)
-
-
-# -- in this process ---------------------------------------------------------------------------------------------------
-
-
-def _file_pages() -> list[tuple[int, int, np.ndarray]]:
-    """The resident pages of files: for each range its start, its length, and the pages' offsets in it."""
-    maps = []
-    with open("/proc/self/pagemap", "rb", buffering=0) as entries:
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            addresses, permissions, _, _, _, *name = line.split(maxsplit=5)
-            if not name or not name[0].startswith("/") or name[0].startswith("/dev/") or permissions[0] != "r":
-                continue
-            start, end = (int(address, 16) for address in addresses.split("-"))
-            entries.seek(start // _PAGE * 8)
-            bits = np.frombuffer(entries.read((end - start) // _PAGE * 8), np.uint64)
-            present_and_of_file = (bits >> 63) & (bits >> 61) & 1
-            places = np.flatnonzero(present_and_of_file) * _PAGE
-            if places.size:
-                maps.append((start, end - start, places))
-    return maps
+    peak, after = own("VmHWM"), sizes_in("/proc/self/smaps_rollup")
+    return _apart(after) + peak - after["Rss"], _apart(after)

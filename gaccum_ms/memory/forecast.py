@@ -1,34 +1,30 @@
-"""The memory of a training step for each size of micro-batches: measured for small sizes, predicted for others.
+"""The memory of a training step for each size of micro-batches: measured for some sizes, predicted for others.
 
-Trials (trial.py) measure the peak of everything, the update included. A report divides it into parts: parameters,
-optimizer state, accumulators and the batch have known sizes; the remaining memory between two updates is the framework;
-the rest of the peak is intermediate values.
+Intermediate values grow linearly with the samples of a micro-batch, above a constant part: code, weights, and workspace
+that kernels choose. So sizes are tried that double, and a straight line through two neighbours says what others need:
+sizes between them, or, through the two largest, larger ones. A size is tried only if it is predicted to fit.
+
+A batch that is one micro-batch has a graph without loop, and no accumulators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.distributed.layout import rank_and_ranks
-from gaccum_ms.memory import meter, model
-from gaccum_ms.memory.token_trial import TokenTrials
-from gaccum_ms.memory.trial import MakeStep, RealTraining, Trials
-from gaccum_ms.memory.watch import TooMuchMemory
+from gaccum_ms.memory.child import TooMuchMemory
+from gaccum_ms.memory.trial import MakeStep, Trials
 
-_UNPREDICTABLE = 4  # samples: up to this size kernels vary, so sizes are tried even if predicted not to fit
-_SPARE = 0.005  # of the limit: how much a training of many updates may exceed one of two updates
-_WRONG = 0.05  # of the limit: how much too large a prediction may be for which a trial is still worth it
-_UNSURE = 0.01  # of the limit: how much a peak may exceed its prediction
+_SPARE = 0.02  # of the limit: by how much two trainings of the same size may differ
+_GAIN = 0.85  # a ragged size is tried only if what fits is a smaller part of it
 
 
 class Forecast:
-    """Measures the requested sizes, and predicts the others. `fails` : whether an error means that memory is not
-    enough."""
+    """Measures sizes, and predicts others. `fails` : whether an error means that memory is not enough."""
 
     def __init__(
         self,
@@ -39,150 +35,104 @@ class Forecast:
         make_step: MakeStep,
         memory_limit: int | None = None,
         fails: Callable[[BaseException], bool] = is_out_of_memory,
-        training: RealTraining | None = None,
     ) -> None:
-        self.meter = meter.meter()
-        self.limit = self.meter.limit() if memory_limit is None else memory_limit
+        self.trials = Trials(owner, cell, optimizer, batch, make_step, memory_limit)
+        self.limit = self.trials.limit
         self._fails = fails
-        kind = TokenTrials if cell.trims else Trials
-        self._trials = kind(owner, cell, optimizer, batch, self.meter, self.limit, make_step, training)
-        self.samples, self.sizes, self.multiple_of = self._trials.most, self._trials.sizes, self._trials.multiple_of
-        self.is_ragged = self._trials.is_ragged
-        network = list(cell.network.get_parameters())
-        known = {id(parameter) for parameter in network}
-        ranks = rank_and_ranks()[1]
-        self.parameters = _bytes(network)
-        self.optimizer_state = _bytes(
-            parameter for parameter in optimizer.get_parameters() if id(parameter) not in known
-        )
         compensation = 4 if cell.accumulators.compensated else 0  # bytes
         self.accumulators = sum(
             parameter.size * (ms.Tensor(0, cell.accumulators.dtype or parameter.dtype).itemsize + compensation)
             for parameter in optimizer.parameters
         )
-        self.always_accumulates = any((cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size))
-        self.batch = sum(value.nbytes for value in batch)
-        # A trial has no other ranks, and so lacks the memory of the reduced sums.
-        self._over_ranks = _bytes(optimizer.parameters) if ranks > 1 else 0
-        self.measured: dict[int, int | None] = {}  # samples of a micro-batch: bytes; None: it did not fit
-        self._whole: dict[int, int] = {}  # likewise, for batches that are one micro-batch
-        self._ended: dict[int, int] = {}  # samples of a micro-batch whose trial reached the limit: bytes at its end
-        self.framework = 0
-
-    def probe(self) -> None:
-        """Measure the small sizes from which others can be predicted, as far as they fit."""
-        samples = self.samples - 1 if self._is_whole(self.samples) else self.samples
-        while (size := model.next_probe(self._known(), samples)) is not None:
-            if (size > _UNPREDICTABLE and not self.may_fit(size)) or self.measure(size) is None:
-                break
-        self.probe_whole()
-
-    def probe_whole(self) -> None:
-        """Measure small batches that are one micro-batch, if their graph is another: it may need much less."""
-        if self._is_whole(self.samples) and not self._whole:
-            for size in sorted(self._known())[-2:]:
-                if (peak := self._tried(size, size)) is not None:
-                    self._whole[size] = peak
-
-    def _peak(self, size: int, samples: int) -> int:
-        used = self._trials.run(size, samples)
-        own = self.accumulators if size < samples or self.always_accumulates else 0
-        framework = max(0, used.after - self.parameters - self.optimizer_state - self.batch - own)
-        self.framework = min(self.framework or framework, framework)  # that of the smallest graph
-        return used.peak + self._over_ranks
-
-    def _known(self, by: int | None = None) -> dict[int, int]:
-        """The measured sizes of at most `by` samples, without the whole batch if its graph is another."""
-        return {
-            size: peak
-            for size, peak in self.measured.items()
-            if peak is not None and size <= (by or size) and not self._is_whole(size)
-        }
-
-    def _is_whole(self, size: int) -> bool:
-        return size == self.samples > 1 and not self.always_accumulates
+        self._always_accumulates = any(
+            (cell.accumulation_steps > 1, cell.counted, cell.several_losses, cell.finds_size)
+        )
+        self.measured: dict[int, int | None] = {}  # by size, bytes at the peak; None: it did not fit
+        self.after: dict[int, int] = {}  # by size, bytes after the trial
+        self._reached = 0  # bytes of a trial that did not fit
 
     def measure(self, size: int) -> int | None:
-        """Bytes at the peak with micro-batches of `size` samples; None: they did not fit."""
-        if size not in self.measured:
-            self.measured[size] = self._tried(size, self.samples)
+        """Bytes at the peak; None: the size did not fit."""
+        if size in self.measured:
+            return self.measured[size]
+        self.measured[size] = None
+        try:
+            self.measured[size], self.after[size] = self.trials.run(size)
+        except Exception as error:
+            if not isinstance(error, TooMuchMemory) and not self._fails(error):
+                raise
+            self._reached = max(self.limit, getattr(error, "reached", 0))
         return self.measured[size]
 
-    def _tried(self, size: int, samples: int) -> int | None:
-        try:
-            return self._peak(size, samples)
-        except TooMuchMemory as error:
-            self._ended[size] = error.reached
-        except Exception as error:
-            if not self._fails(error):
-                raise
-        return None
-
-    def predict(self, size: int, by: int | None = None) -> int:
-        """The predicted bytes at the peak, from measured sizes of at most `by` samples."""
-        if self._whole and self._is_whole(size):
-            return model.predict(self._whole, size)
-        alike: dict[int, int] = {}
-        others: dict[int, int] = {}
-        for other, peak in self._known(by).items():
-            (alike if self.is_ragged(other) == self.is_ragged(size) else others)[other] = peak
-        if not alike and not others:
-            return max(self.limit, *self._ended.values(), 0)
+    def predict(self, size: int) -> int:
+        """The predicted bytes at the peak."""
+        known = self.known()
+        if not known:
+            return self.measured.get(size) or self._reached
+        alike = {other: peak for other, peak in known.items() if self._is_ragged(other) == self._is_ragged(size)}
+        others = {other: peak for other, peak in known.items() if other not in alike}
+        less = 0 if self.accumulates(size) else self.accumulators
         if len(alike) > 1 or not others:
-            return model.predict(alike, size)
-        beside = [peak - model.predict(others, other) for other, peak in alike.items()]
-        return model.predict(others, size) + sum(beside)
+            return self._on_line(alike, size) - less
+        beside = [peak - self._on_line(others, other) for other, peak in alike.items()]
+        return self._on_line(others, size) + sum(beside) - less
 
-    def rest(self, size: int) -> int:
-        """Bytes of everything except intermediate values, with micro-batches of `size` samples."""
-        own = self.accumulators if size < self.samples or self.always_accumulates else 0
-        return self.framework + self.parameters + self.optimizer_state + own + self.batch
+    def _on_line(self, peaks: Mapping[int, int], size: int) -> int:
+        """Bytes by a line through two neighbours, or the two largest sizes. A smaller last micro-batch is in the graph
+        beside its loop, and has its own memory."""
+        load = self.trials.samples_in_graph
+        line = sorted({load(other): peak for other, peak in peaks.items()}.items())
+        if len(line) == 1:
+            return line[0][1]
+        above = next((index for index, (samples, _) in enumerate(line) if samples >= load(size)), len(line) - 1)
+        (few, small), (many, large) = line[max(1, above) - 1], line[max(1, above)]
+        return round(large + (load(size) - many) * max(0, large - small) / (many - few))
 
-    def peak(self, size: int) -> int:
-        """Bytes at the peak, measured if available, else predicted."""
-        peak = self.measured.get(size)
-        return self.predict(size) if peak is None else peak
+    def _is_ragged(self, size: int) -> bool:
+        return self.trials.samples_in_graph(size) > size
 
-    def may_fit(self, size: int) -> bool:
-        """Whether a size may fit: its peak is within the limit, and no smaller comparable size has failed. Failures of
-        ragged sizes and of the whole batch do not count against larger sizes: a ragged size may need more than a larger
-        one that divides the batch, and that one more than the whole batch."""
-        failed = [other for other, peak in self.measured.items() if peak is None and not self._ended_near(other)]
-        larger = [other for other in failed if not self.is_ragged(other) and not self._is_whole(other)]
-        if size in failed or (size > min(larger, default=size) and not self._is_whole(size)):
-            return False
-        return self.keeps(self.peak(size))
+    def known(self) -> dict[int, int]:
+        """Of the sizes that were measured with accumulators, bytes at the peak."""
+        return {size: peak for size, peak in self.measured.items() if peak is not None and self.accumulates(size)}
+
+    def accumulates(self, size: int) -> bool:
+        """Whether the training with this size has accumulators."""
+        return self._always_accumulates or size < self.trials.samples
 
     def keeps(self, peak: int) -> bool:
         """Whether a training with a peak of so many bytes keeps the limit."""
         return peak <= self.limit * (1 - _SPARE)
 
-    def is_close(self, size: int) -> bool:
-        """Whether a size that was not tried may fit after all: its prediction exceeds the limit by little, and no even
-        size has failed; or it is ragged, and smaller sizes have reached the limit."""
-        predicted = self.predict(size)
+    def may_fit(self, size: int) -> bool:
+        """Whether the measured peak, else the predicted one, is within the limit, and no size failed that needs
+        less."""
+        load = self.trials.samples_in_graph
         failed = [other for other, peak in self.measured.items() if peak is None]
-        if any(other not in self._ended for other in failed):
-            return False  # it failed in another way: larger sizes will fail too
-        if not self.is_ragged(size) and not all(map(self.is_ragged, failed)):
+        if any(
+            other <= size and load(other) <= load(size) and self._is_ragged(other) <= self._is_ragged(size)
+            for other in failed
+        ):
             return False
-        return bool(failed or not self.keeps(predicted)) and predicted <= self.limit * (1 + _WRONG)
+        peak = self.measured.get(size)
+        return self.keeps(self.predict(size) if peak is None else peak)
 
-    def _ended_near(self, size: int) -> bool:
-        """Whether a trial was ended though training, without a second process, will probably fit. The prediction must
-        use a measured size of at least half the samples, with a graph of the same parts. It must be at least the bytes
-        that the trial reached, and below the limit by some margin. So must a line from the smallest measured size: the
-        two largest, which the prediction uses, may differ too little by chance."""
-        if size not in self._ended or self._is_whole(size):
-            return False
-        alike = {other: peak for other, peak in self._known().items() if self.is_ragged(other) == self.is_ragged(size)}
-        if 2 * max(alike, default=0) < size:
-            return False
-        from_the_smallest = model.predict({other: alike[other] for other in (min(alike), max(alike))}, size)
-        predicted = self.predict(size)
-        most = self.limit * (1 - _SPARE - _UNSURE)
-        return self._ended[size] <= predicted <= most and from_the_smallest <= most
+    def largest(self) -> int:
+        """The largest measured size that fits; 0 if none does."""
+        return max((size for size, peak in self.measured.items() if peak is not None and self.keeps(peak)), default=0)
 
-
-def _bytes(parameters: Iterable[ms.Parameter]) -> int:
-    return sum(parameter.nbytes for parameter in parameters)
+    def next_size(self) -> int | None:
+        """The size to try next; None: no size is left. It is the largest that may fit of up to twice the largest
+        measured one. After a failure, the line is known to be wrong, and what is left is bisected. Sizes without a
+        smaller last micro-batch come first, because they need less. A small one shows what such a micro-batch adds."""
+        sizes, largest = self.trials.sizes, self.largest()
+        left = [size for size in sizes if size > largest and size not in self.measured and self.may_fit(size)]
+        whole = [size for size in left if not self.accumulates(size)]
+        near = [size for size in left if size <= max(1, 2 * largest)] or whole
+        near = [size for size in near if not self._is_ragged(size)] or [size for size in near if _GAIN * size > largest]
+        if not near:
+            return None
+        ragged = [size for size in sizes if self._is_ragged(size)]
+        if near[0] in ragged and not any(size in self.measured for size in ragged):
+            return ragged[0]
+        failed = any(peak is None or not self.keeps(peak) for peak in self.measured.values())
+        return near[len(near) // 2 if failed else -1]

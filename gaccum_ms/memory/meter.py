@@ -1,7 +1,7 @@
-"""Measures the memory of a run and the available memory: the process's on CPU, MindSpore's allocator elsewhere.
+"""The memory of a run, and the available memory: the process's on CPU, MindSpore's allocator's elsewhere.
 
 On CPU, MindSpore's allocator reports nothing, and resident size never falls by as much as a run has freed. So each run
-has its own process (child.py), whose peak is measured.
+has its own process (child.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from mindspore import ops
 
 from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import rank_and_ranks
-from gaccum_ms.memory.child import Usage
-from gaccum_ms.memory.heap import keep_heap_small
+from gaccum_ms.memory.child import Usage, run_in_child
 from gaccum_ms.memory.proc import forget_peak, own, sizes_in
 
 
@@ -30,16 +29,18 @@ class ProcessMeter:
     def __init__(self) -> None:
         try:
             forget_peak()
-            Path("/proc/self/pagemap").open("rb").close()
-            if not own("VmHWM"):
-                raise OSError("/proc/self/status has no line 'VmHWM'")
+            if not (own("VmHWM") and sizes_in("/proc/self/smaps_rollup")["Rss"]):
+                raise OSError("/proc/self has no 'VmHWM' or no 'Rss'")
         except OSError as error:
             raise RuntimeError(
                 f"For 'memory_report', memory on CPU is measured by the peak of a process's resident size, which needs "
-                f"/proc/self/clear_refs, /proc/self/pagemap and VmHWM in /proc/self/status of Linux, but got "
+                f"/proc/self/clear_refs, /proc/self/smaps_rollup and VmHWM in /proc/self/status of Linux, but got "
                 f"'{error}'. Measure outside of this sandbox, or on an accelerator."
             ) from error
-        keep_heap_small()
+
+    def usage(self, owner: str, limit: int, run: Callable[[], Any]) -> Usage:
+        """Bytes of this process and of a copy in which `run` runs."""
+        return run_in_child(owner, limit, run)
 
     def limit(self) -> int:
         """Bytes for this process: this rank's share of the container's limit, or of the host's free memory."""
@@ -53,8 +54,8 @@ class AllocatorMeter:
 
     what = "device memory that MindSpore has allocated"
 
-    def usage(self, run: Callable[[], Any]) -> Usage:
-        """Bytes allocated at the peak of `run` , weights included, and after it."""
+    def usage(self, owner: str, limit: int, run: Callable[[], Any]) -> Usage:
+        """Bytes allocated by `run` , which runs here, weights included."""
         ms.runtime.reset_peak_memory_stats()
         run()
         ms.runtime.synchronize()

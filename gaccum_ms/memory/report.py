@@ -17,13 +17,14 @@ from gaccum_ms.checks.arguments import batch_shapes, check_optimizer, check_posi
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.ranks import check_parallel_mode
 from gaccum_ms.memory.forecast import Forecast
-from gaccum_ms.memory.trial import MakeStep
+from gaccum_ms.memory.trial import MakeStep, bytes_of, state_of
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.rules import REPORT, TRIAL, Setup
 from gaccum_ms.semi_auto.modes import compiler_distributes
 from gaccum_ms.splitting.even_split import plan_split
 
 _NAME = "memory_report"
+_ENOUGH = 50_000_000  # bytes between two measurements
 
 
 @dataclass(frozen=True)
@@ -143,32 +144,43 @@ def measured(
     """What :func:`memory_report` returns; `make_step` makes the step of a trial."""
     check_trial(_NAME, cell, optimizer, batch, memory_limit)
     compatibility.check(REPORT, _NAME, Setup(cell.options, cell.network))
-    sizes = _micro_sizes(micro_sizes, batch[0].shape[cell.first_axis])
+    numbers = _micro_sizes(micro_sizes, batch[0].shape[cell.first_axis])
     forecast = Forecast(_NAME, cell, optimizer, batch, make_step, memory_limit)
-    forecast.probe()
+    _probe(forecast)
     probed = tuple(size for size, peak in sorted(forecast.measured.items()) if peak is not None)
-    for size in [-(-forecast.samples // micro_size) for micro_size in sizes[::-1]]:  # in ascending order
-        if measure and forecast.may_fit(size):
+    sizes = [-(-forecast.trials.samples // number) for number in numbers]  # descending
+    predicted = {size: forecast.predict(size) for size in sizes}
+    for size in sizes[::-1] if measure else ():
+        if forecast.may_fit(size):
             forecast.measure(size)
+    exact = {
+        "parameters": bytes_of(cell.network.get_parameters()),
+        "optimizer_state": bytes_of(state_of(optimizer, cell)),
+        "batch": sum(value.nbytes for value in batch),
+    }
+    known = {
+        size: sum(exact.values()) + forecast.accumulators * forecast.accumulates(size) for size in (*probed, *sizes)
+    }
+    framework = max(0, forecast.after[probed[0]] - known[probed[0]]) if probed else 0
+    rows = [
+        _row(forecast, number, size, framework + known[size], predicted[size])
+        for number, size in zip(numbers, sizes, strict=True)
+    ]
     return MemoryReport(
         rank=rank_and_ranks()[0],
-        what=forecast.meter.what,
-        parameters=forecast.parameters,
-        optimizer_state=forecast.optimizer_state,
+        what=forecast.trials.meter.what,
         accumulators=forecast.accumulators,
-        batch=forecast.batch,
-        framework=forecast.framework,
+        framework=framework,
         memory_limit=forecast.limit,
         probed=probed,
-        rows=tuple(_row(forecast, micro_size, max(probed, default=1)) for micro_size in sizes),
+        rows=tuple(rows),
+        **exact,
     )
 
 
-def _row(forecast: Forecast, micro_size: int, by: int) -> MemoryRow:
-    size = -(-forecast.samples // micro_size)
-    rest = forecast.rest(size)
-    peak = max(rest, forecast.predict(size, by))
-    measured = forecast.measured.get(size)
+def _row(forecast: Forecast, micro_size: int, size: int, rest: int, predicted: int) -> MemoryRow:
+    """`rest` : bytes of everything except intermediate values."""
+    peak, measured = max(rest, predicted), forecast.measured.get(size)
     return MemoryRow(
         micro_size=micro_size,
         micro_batch_size=size,
@@ -178,6 +190,17 @@ def _row(forecast: Forecast, micro_size: int, by: int) -> MemoryRow:
         peak_measured=measured,
         fits=forecast.may_fit(size),
     )
+
+
+def _probe(forecast: Forecast) -> None:
+    """Measure sizes that double: 1, 2 and 4, and more up to a quarter of the batch, while two differ by no more than
+    many times the noise."""
+    most = max(4, forecast.trials.samples // 4)
+    while (size := forecast.next_size()) is not None and size <= most:
+        known = sorted(forecast.known().values())
+        if len(known) > 2 and known[-1] - known[-2] > _ENOUGH:
+            break
+        forecast.measure(size)
 
 
 def _micro_sizes(micro_sizes: Sequence[int] | None, samples: int) -> list[int]:

@@ -1,15 +1,18 @@
-"""A trial: the training step itself, updates included, with two micro-batches of a size, and its peak memory. With
-`MaxTokens` the size is a number of tokens, and the micro-batches are as large as it allows (token_trial.py).
+"""A trial: the training step with two micro-batches of a size, and its peak memory.
 
-On CPU it trains in a copy of this process (child.py), which leaves neither values nor memory here. On an accelerator it
-trains in this process, and everything that it wrote is restored. Other ranks take no part.
+With `MaxTokens` the size is a number of widths: the micro-batches are the largest that so many tokens allow.
+
+On CPU it trains in a copy of this process (child.py), and leaves the update out. An update would write all weights and
+all state of the optimizer, of which both processes would then have their own. What it adds is known: the state, as far
+as nobody has written it yet. On an accelerator it trains in this process, and everything that it wrote is restored.
+Other ranks take no part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import mindspore as ms
 from mindspore import nn
@@ -21,42 +24,19 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.cpu.convolutions import limit_instructions_for
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
-from gaccum_ms.memory.child import Usage, run_in_child
-from gaccum_ms.memory.meter import AllocatorMeter, ProcessMeter
-from gaccum_ms.memory.watch import Watch
+from gaccum_ms.memory import meter
+from gaccum_ms.memory.child import Usage
 from gaccum_ms.splitting.even_split import UNCUT, between, cut_axes, plan_split
 from gaccum_ms.transforms.chain import others
 
-if TYPE_CHECKING:
-    from gaccum_ms.accumulation.window import Window
-
 _UPDATES = 2  # the first compiles; after the second the peak rises by less than 0.1 %
 
-
-class StepOnTrial(Protocol):
-    """A training step that updates after each batch."""
-
-    window: Window
-
-    def __call__(self, *batch: ms.Tensor) -> Any: ...
-
-
-MakeStep = Callable[[GradAccumulationCell, nn.Optimizer, Any], StepOnTrial]  # of a cell, with the size that is tried
-
-
-class RealTraining(Protocol):
-    """The training that looks for its size."""
-
-    def get_parameters(self) -> Iterable[ms.Parameter]:
-        """What it writes."""
-
-    def rehearsed(self, size: Any) -> StepOnTrial:
-        """In a copy of the process: its own step, with the size that is tried."""
+# Makes a step that updates after each batch, of a cell, an optimizer, and the size that is tried.
+MakeStep = Callable[[GradAccumulationCell, Any, int], Any]
 
 
 class Trials:
-    """Tries sizes of micro-batches, in samples. `limit` : bytes; with `training` , a trial in a copy of this process
-    needs no other step."""
+    """Tries sizes of micro-batches."""
 
     def __init__(
         self,
@@ -64,85 +44,84 @@ class Trials:
         cell: GradAccumulationCell,
         optimizer: nn.Optimizer,
         batch: Sequence[ms.Tensor],
-        meter: ProcessMeter | AllocatorMeter,
-        limit: int,
         make_step: MakeStep,
-        training: RealTraining | None = None,
+        memory_limit: int | None,
     ) -> None:
-        self.cell = cell
-        self.optimizer = optimizer
-        self.batch = batch
-        self.meter = meter
-        self._watch = Watch(owner, limit)
+        self._owner, self._cell, self._optimizer, self._batch = owner, cell, optimizer, batch
         self._make_step = make_step
-        self._training = training
-        self.most = batch[0].shape[cell.first_axis]  # the largest size
+        self.meter = meter.meter()
+        self.limit = self.meter.limit() if memory_limit is None else memory_limit
+        self._here = isinstance(self.meter, meter.AllocatorMeter)
+        self._worst = cell.split.worst_case(*batch) if cell.trims else None
+        self.samples = self._worst.most if self._worst else batch[0].shape[cell.first_axis]  # the largest size
+        self.unit = self._worst.multiple_of if self._worst else 1  # samples, or tokens, of a size of 1
+        self._updates = self._here and not isinstance(optimizer, ShardedOptimizer)
+        self._known = self._known_bytes()
         limit_instructions_for(cell.network)  # here, for all copies of the process
-
-    multiple_of = 1  # what a size is a multiple of
 
     @property
     def sizes(self) -> list[int]:
         """Those that are worth trying, ascending."""
-        return even_sizes(self.most)
+        return list(range(1, self.samples + 1)) if self._worst else even_sizes(self.samples)
 
-    def is_ragged(self, size: int) -> bool:
-        """Whether a smaller micro-batch comes last, which the graph has beside its loop."""
-        return self.most % size > 0
+    def samples_in_graph(self, size: int) -> int:
+        """A micro-batch in the loop, and a smaller last one after it."""
+        return size if self._worst else size + self.samples % size
 
-    def run(self, size: int, samples: int) -> Usage:
-        """Train with micro-batches of `size` samples, of a batch of `samples` or of fewer samples with the same
-        graph."""
-        if isinstance(self.meter, ProcessMeter):
-            return run_in_child(self._watch, lambda: self._train(size, samples), self._written())
-        before = Snapshot(self.cell, self.optimizer)
-        self._training = None  # its step would keep the trial's window
+    def run(self, size: int) -> Usage:
+        """Train with micro-batches of this size."""
+        with self._restored():
+            used = self.meter.usage(self._owner, self.limit, lambda: self._train(size))
+        return Usage(*(known + self._known for known in used))
+
+    def _known_bytes(self) -> int:
+        """What a trial lacks: the sums over ranks, and the optimizer's state if it does not update."""
+        known = bytes_of(self._optimizer.parameters) if rank_and_ranks()[1] > 1 else 0
+        if self._updates:
+            return known
+        return known + bytes_of(value for value in state_of(self._optimizer, self._cell) if not _is_written(value))
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """On an accelerator, all that a trial writes is put back."""
+        if not self._here:
+            yield
+            return
+        before = Snapshot(self._cell, self._optimizer)
         try:
-            return self.meter.usage(lambda: self._train(size, samples))
+            yield
         except BaseException:
             close_tape()
             raise
         finally:
             before.restore()
 
-    def _written(self) -> list[ms.Parameter]:
-        steps = (self._training,) if self._training is not None else ()
-        parameters = (parameter for cell in (self.optimizer, self.cell, *steps) for parameter in cell.get_parameters())
-        return list({id(parameter): parameter for parameter in parameters}.values())
-
-    def _train(self, size: int, samples: int) -> None:
+    def _train(self, size: int) -> None:
         with _as_if_alone(), compiling_alone():
-            step = self._step_of(size)
-            batch = self._first(step, size, samples)
+            cell = self._cell.with_options(transforms=others(self._cell.transforms), **self._options(size))
+            step = self._make_step(cell, self._optimizer if self._updates else _NoUpdate(self._optimizer), size)
+            batch = self._batch if self._worst else self._first(size, step.window.least())
             for _ in range(_UPDATES):
                 loss = step(*batch)
             (loss[0] if isinstance(loss, tuple) else loss).asnumpy()  # waits
 
-    def _step_of(self, size: int) -> StepOnTrial:
-        if self._training is not None:
-            return self._training.rehearsed(self._cut(size))
-        optimizer = _Nothing(self.optimizer) if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer
-        cell = self.cell.with_options(transforms=others(self.cell.transforms), **self._options(size))
-        return self._make_step(cell, optimizer, self._cut(size))
-
     def _options(self, size: int) -> dict[str, Any]:
-        """Those of the cell with which a new step has this size."""
-        return {} if self.cell.finds_size else {"micro_size": None, "micro_batch_size": size}
+        """Those with which a step has this size; a cell that finds its size has another step."""
+        if self._worst:
+            return {"split": self._worst.of(size * self.unit)}
+        return {} if self._cell.finds_size else {"micro_size": None, "micro_batch_size": size}
 
-    def _cut(self, size: int) -> Any:
-        """What a step that finds its size itself rehearses with."""
-        return size
-
-    def _first(self, step: StepOnTrial, size: int, samples: int) -> list[ms.Tensor]:
+    def _first(self, size: int, least: int) -> Sequence[ms.Tensor]:
         """The batch; if it has many micro-batches, two of them, and the smaller last one."""
-        plan = plan_split([(samples,)], None, size, least=step.window.least())
-        number = samples if plan.full <= 4 else 2 * plan.size + plan.rest
-        if number == self.most:
-            return list(self.batch)
-        axes = cut_axes(len(self.batch), self.cell.shared, self.cell.axis)
+        plan = plan_split([(self.samples,)], None, size, least=least)
+        if plan.full <= 4:
+            return self._batch
+        axes = cut_axes(len(self._batch), self._cell.shared, self._cell.axis)
         return [
-            value if axis == UNCUT else ms.Tensor(as_numpy(value)[between(0, number, axis)], value.dtype)
-            for value, axis in zip(self.batch, axes, strict=True)
+            value
+            if axis == UNCUT
+            else ms.Tensor(as_numpy(value)[between(0, 2 * plan.size + plan.rest, axis)], value.dtype)
+            for value, axis in zip(self._batch, axes, strict=True)
         ]
 
 
@@ -151,8 +130,26 @@ def even_sizes(samples: int) -> list[int]:
     return sorted({-(-samples // number) for number in range(1, samples + 1)})
 
 
-class _Nothing(nn.Cell):
-    """Replaces a ShardedOptimizer, which would wait for the other ranks."""
+def bytes_of(parameters: Iterable[ms.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def state_of(optimizer: nn.Optimizer, cell: GradAccumulationCell) -> list[ms.Parameter]:
+    """The optimizer's Parameters that are not the network's."""
+    network = {id(parameter) for parameter in cell.network.get_parameters()}
+    return [parameter for parameter in optimizer.get_parameters() if id(parameter) not in network]
+
+
+def _is_written(parameter: ms.Parameter) -> bool:
+    """Whether a Parameter has its memory: zeros have none before the first write."""
+    if parameter.has_init:
+        return False
+    value = parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter
+    return bool(value.asnumpy().any())  # a view: a copy would take memory
+
+
+class _NoUpdate(nn.Cell):
+    """In an optimizer's place: gradients are finished, and nothing is written."""
 
     def __init__(self, optimizer: nn.Optimizer) -> None:
         super().__init__(auto_prefix=False)

@@ -1,6 +1,5 @@
-"""The options of accumulation, each once: its type, its default, its check, and its part in the use of memory. The
-signature and docstring of `GradAccumulationCell` are compared with this, and the key of found sizes is made from it.
-compatibility.py has what does not go together.
+"""The options of accumulation, each once: its type, its default and its check. The signature and docstring of
+`GradAccumulationCell` are compared with this. compatibility.py has what does not go together.
 """
 
 from __future__ import annotations
@@ -37,43 +36,16 @@ class Option(NamedTuple):
     """What is known of an option besides its name and default."""
 
     check: Callable[[str, str, Any], None]  # of the class in errors, the option's name, and its value
-    for_memory: Callable[[Any], Any]  # the part of the value that changes how much memory a micro-batch takes
     annotation: str | None  # the type that a user gives, if that of the field is Any
 
 
 def option(
     check: Callable[[str, str, Any], None],
     default: Any = None,
-    for_memory: Callable[[Any], Any] = repr,
     annotation: str | None = None,
 ) -> Any:
     """The field of an option."""
-    return dataclasses.field(default=default, metadata={"option": Option(check, for_memory, annotation)})
-
-
-def _nothing(value: Any) -> None:
-    """A trial chooses the size by itself."""
-
-
-def _is_given(value: Any) -> Any:
-    """Whether there is one; of several losses, for each."""
-    return tuple(map(_is_given, value)) if isinstance(value, (tuple, list)) else value is not None
-
-
-def _classes(values: Any) -> tuple[str, ...]:
-    return tuple(type(value).__qualname__ for value in values)
-
-
-def _is_auto(size: Any) -> bool:
-    return isinstance(size, AutoSize)
-
-
-def _spans(accumulation_steps: int) -> bool:
-    return accumulation_steps > 1
-
-
-def _if_even(split: Any) -> str | None:
-    return repr(split) if isinstance(split, EvenSplit) else None
+    return dataclasses.field(default=default, metadata={"option": Option(check, annotation)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,23 +53,21 @@ class Options:
     """The arguments of :class:`GradAccumulationCell` besides the network, under the same names. A
     :class:`GradAccumulator` has those of them that do not concern how a batch is cut and weighted."""
 
-    micro_size: int | None = option(optional(check_positive_int), for_memory=_nothing)
-    micro_batch_size: Any = option(
-        check_micro_batch_size, for_memory=_is_auto, annotation="int | AutoSize | str | None"
-    )
-    accumulation_steps: Any = option(optional(check_positive_int), for_memory=_spans, annotation="int | None")
+    micro_size: int | None = option(optional(check_positive_int))
+    micro_batch_size: Any = option(check_micro_batch_size, annotation="int | AutoSize | str | None")
+    accumulation_steps: Any = option(optional(check_positive_int), annotation="int | None")
     reduction: str | None = option(optional(one_of("mean", "sum", "ratio")))
-    count: Callable | Sequence[Callable | None] | None = option(check_count, for_memory=_is_given)
-    min_count: float | None = option(optional(check_positive_finite), for_memory=_is_given)
+    count: Callable | Sequence[Callable | None] | None = option(check_count)
+    min_count: float | None = option(optional(check_positive_finite))
     loss_weights: Any = option(check_loss_weights, annotation="Sequence[float] | None")
-    max_grad_norm: float | None = option(optional(check_positive), for_memory=_is_given)
-    transforms: Any = option(check_transforms, default=(), for_memory=_classes, annotation="Sequence[Any]")
+    max_grad_norm: float | None = option(optional(check_positive))
+    transforms: Any = option(check_transforms, default=(), annotation="Sequence[Any]")
     accumulators: Any = option(check_accumulators, annotation="Accumulators | None")
     overflow: str = option(one_of("drop_window", "drop_micro_batch"), default="drop_window")
     record_noise: bool = option(check_bool, default=False)
     aux: bool = option(check_bool, default=False)
-    jit: bool | None = option(optional(check_bool), for_memory=bool)
-    split: Any = option(check_split, for_memory=_if_even, annotation="EvenSplit | Callable | None")
+    jit: bool | None = option(optional(check_bool))
+    split: Any = option(check_split, annotation="EvenSplit | Callable | None")
 
     def __post_init__(self) -> None:
         """Short forms become what they stand for, and NumPy's numbers Python's, which a graph can hold."""
@@ -108,10 +78,6 @@ class Options:
         object.__setattr__(self, "split", splitter_of(self.split))
         if self.accumulators is None:
             object.__setattr__(self, "accumulators", Accumulators())
-
-    def for_memory(self) -> tuple:
-        """The parts of the options that change how much memory a micro-batch takes."""
-        return tuple(known.for_memory(getattr(self, name)) for name, known in each_option(type(self)).items())
 
     @property
     def seeing_more_than_elements(self) -> str:

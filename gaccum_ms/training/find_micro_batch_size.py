@@ -28,16 +28,14 @@ def find_micro_batch_size(
     r"""
     Find the largest micro-batch that fits into memory: for `micro_batch_size` of :class:`GradAccumulationCell` .
 
-    A static graph is compiled for each shape, so few sizes are tried: first 4 and 2 samples, then the largest size that
-    is predicted from these to fit, and so on with the new measurement. If a size does not fit, the sizes below it are
-    bisected. Only sizes that divide the batch as evenly as possible are considered: two micro-batches of 100 samples
-    have 50 each, which need less memory than 60 and 40.
+    Sizes are tried that double, from one sample on. A straight line through them says what larger ones need, and a size
+    is tried only if it is predicted to fit. Only sizes that divide the batch as evenly as possible are considered: two
+    micro-batches of 100 samples have 50 each, which need less memory than 60 and 40. What is found is at least 85 % of
+    what fits.
 
-    A trial trains as the training will, updates included. On CPU it runs in a copy of this process, which is stopped
-    before both together exceed the limit; see :func:`memory_report` . In data parallel mode this is a collective: each
-    rank tries by itself, without communication, and all ranks return the smallest size that any of them has found. The
-    result is kept for the same network, optimizer, options, shapes, dtypes, device and limit, as long as the network
-    exists.
+    A trial trains as the training will. On CPU it runs in a copy of this process, without the update, whose memory is
+    known; see :func:`memory_report` . In data parallel mode this is a collective: each rank tries by itself, without
+    communication, and all ranks return the smallest size that any of them has found.
 
     If `split` of the cell is a :class:`MaxTokens` , its number of tokens is ignored. The largest number that fits is
     found in the same way, among the multiples of the largest width: a trial trains on a full micro-batch of each width.
@@ -92,4 +90,4 @@ def find_micro_batch_size(
     check_test(_NAME, is_out_of_memory)
     cell = cell_with_loss(_NAME, cell, loss_fn)
     fails = is_out_of_memory or says_out_of_memory
-    return found_size(_NAME, cell, optimizer, batch, memory_limit, fails, step_on_trial)[0]
+    return found_size(_NAME, cell, optimizer, batch, memory_limit, fails, step_on_trial)

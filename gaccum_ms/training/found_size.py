@@ -1,6 +1,13 @@
-"""``micro_batch_size="auto"``: the size of micro-batches is found at the first batch, and halved when memory runs out
-(automatic_size.py). Other steps have one graph; this one has two: `AddBatch` , which each rank runs by itself, and the
-window's end (update.py), which all ranks run.
+"""A size of micro-batches that fits into memory: found at the first batch, and halved when memory runs out in training.
+This is a runner around another one, which trains with the size:
+
+    each rank by itself:        add the batch; weights and optimizer state do not change
+                                out of memory? restore everything, halve the size, and try again
+    a window's last batch?      all ranks: from the next batch on, use the smallest size of all ranks
+
+Restoring what a batch has changed needs no copy of weights and optimizer state. A rank can try again alone, while the
+others wait for it where the sizes are exchanged. Their sums stay right, because sums do not depend on the size of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -11,85 +18,123 @@ from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 
-from gaccum_ms.accumulation.saturation import clear_flag
-from gaccum_ms.accumulation.update import OfWindow
-from gaccum_ms.training.automatic_size import NO_BATCH, AutomaticSize, RehearsedStep
-from gaccum_ms.training.one_graph import even_batch
-from gaccum_ms.training.runner import Batch
+from gaccum_ms.backend.out_of_memory import is_out_of_memory
+from gaccum_ms.backend.snapshot import Snapshot
+from gaccum_ms.backend.user_warnings import warn_user
+from gaccum_ms.memory import search
+from gaccum_ms.training.runner import Batch, Runner
 
 if TYPE_CHECKING:
-    from gaccum_ms.memory.trial import StepOnTrial
+    from gaccum_ms.cell import GradAccumulationCell
+    from gaccum_ms.memory.trial import MakeStep
+    from gaccum_ms.training.parts import Parts
+    from gaccum_ms.training.python_split import PythonSplit
+    from gaccum_ms.training.two_graphs import TwoGraphs
+
+_NAME = "GradAccumulationCell"
+_NO_BATCH = 2**31 - 1  # the size of a rank that has not had a batch: any size fits
 
 
-class AddBatch(OfWindow):
-    """Adds a batch, on this rank alone. Returns the loss, or the sums and their seed per item; the outputs; the loss
-    scale."""
+class FoundSize(Runner):
+    """Finds and halves the size with which another runner trains."""
 
-    def construct(self, *inputs):
-        scale = self.update.scale()
-        inputs = clear_flag(inputs)
-        if self.window.spans_batches:
-            loss, outputs = self.window.add_batch(inputs, scale)
-            return (loss, *outputs, scale)
-        plan = self.window.plan(inputs)
-        seed_per_item = self.window.weighing.seed_per_item(inputs, plan, scale)
-        sums, outputs = self.window.accumulate(inputs, plan, scale, seed_per_item)
-        return (sums, seed_per_item, *outputs, scale)
-
-
-class EndBatch(OfWindow):
-    """Updates after a batch, if each batch is a window. Returns the loss, and whether the window overflowed."""
-
-    def construct(self, sums, seed_per_item, scale):
-        return self.update(*self.window.finish(sums, seed_per_item, scale))
-
-
-class FoundSize(AutomaticSize):
-    """Finds the number of samples in a step's micro-batches, and trains with it."""
-
-    _of = "micro_batch_size"
+    def __init__(
+        self, parts: Parts, cell: GradAccumulationCell, runner: TwoGraphs | PythonSplit, make_step: MakeStep
+    ) -> None:
+        self._parts = parts
+        self._cell = cell
+        self.runner = runner
+        self.split = runner.split
+        self._make_step = make_step
+        self._fails = cell.auto.is_out_of_memory or is_out_of_memory
+        self._limit = cell.auto.memory_limit
+        self._constants: list[ms.Tensor] | None = None
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
-        return even_batch(self._parts, inputs)
+        if self.split is not None:  # it needs the size
+            self._parts.check_inputs(len(inputs))
+            self._find(inputs)
+        return self.runner.prepare(inputs)
+
+    def _find(self, inputs: Sequence[ms.Tensor]) -> None:
+        """At the first batch. With several ranks, a collective."""
+        if self.runner.size is None:
+            what = self._cell, self._parts.update.optimizer, inputs, self._limit, self._fails
+            self.runner.cut_into(search.found_size(_NAME, *what, self._make_step))
 
     def run(self, batch: Batch) -> Any:
-        parts, inputs = self._parts, batch.inputs
-        if self.size is None:
-            self._find(inputs)
-        *added, scale = self._as_it_fits(lambda: self._add(inputs), inputs[0].shape[self._cell.first_axis])
-        if parts.end_window is None:
-            sums, seed_per_item, *outputs = added
-            self._agree_at_the_end()
-            loss, overflow = self._end.run_alone(sums, seed_per_item, scale)
-        else:
-            loss, *outputs = added
-            overflow = ms.Tensor(False, ms.bool_)
-            if parts.window.open.is_full:
-                self._agree_at_the_end()
-                overflow = parts.end_window.run_alone(loss)
-        parts.count_batch()
-        return parts.update.returned(loss, overflow, scale, outputs)
+        self._find(batch.inputs)
+        added = self._as_it_fits(batch)
+        if self._parts.end_window is None or self._parts.window.open.is_full:
+            try:
+                self.agree()
+            except RuntimeError:
+                self._put_back()  # as on the rank on which the batch does not fit: it is in no window
+                raise
+        return self.runner.end(added)
 
-    def rehearsed(self, size: Any) -> StepOnTrial:
-        self._fails = lambda error: False
-        self._begin(size)
-        return RehearsedStep(self._parts, self)
+    def agree(self) -> None:
+        """Before a window's end: go on with the smallest size of all ranks. With several ranks, a collective."""
+        if self.runner.size is None:  # a flush, on a rank without a batch: others may be finding their first size
+            size = search.agreed_size(_NAME, _NO_BATCH, self._limit)
+            if size < _NO_BATCH:
+                self.runner.cut_into(size)
+        size = self.runner.size or _NO_BATCH
+        smallest = max(search.agreed_size(_NAME, size, self._limit), self.runner.least)
+        if smallest < size:
+            self._shrink(smallest, "on another rank")
 
-    def _begin(self, size: int) -> None:
-        self._end = EndBatch(self._parts.window, self._parts.update, bool(self._cell.jit))
-        self._set(size)
+    def _shrink(self, size: int, where: str) -> None:
+        before = self.runner.size
+        self.runner.cut_into(size)
+        warn_user(
+            f"For '{_NAME}', memory ran out {where} with {self.runner.size_is}={before}, found by 'auto': "
+            f"training goes on with {size}, on all ranks. No batch is lost."
+        )
 
-    def _set(self, size: int) -> None:
+    # -- one batch, on this rank alone ---------------------------------------------------------------------------------
+
+    def _as_it_fits(self, batch: Batch) -> Any:
+        """Add a batch to the window. Whenever memory runs out, try again with smaller micro-batches."""
+        while True:
+            self._note()
+            try:
+                added = self.runner.add(batch)
+                some = bool(added[0].asnumpy().any())  # waits: the error may come after the call
+            except Exception as error:
+                if not self._fails(error):
+                    raise
+                failed = type(error).__name__
+            else:
+                if self._constants is None and some:
+                    self._find_constants()
+                return added
+            gc.collect()  # frees what the failed try held, its frames and the error included
+            self._put_back()
+            size, samples = self.runner.size_for(batch), batch.inputs[0].shape[self._cell.first_axis]
+            if size <= self.runner.least:
+                self.runner.cut_into(self.runner.size or size)  # a graph that has failed does not run again
+                search.agreed_size(_NAME, 0, self._limit)  # raises, on all ranks
+            self._shrink(max(-(-size // 2), self.runner.least), f"({failed}) for {samples} samples")
+            batch = self.runner.prepare(tuple(batch.inputs))
+
+    def _note(self) -> None:
+        """Keep a copy of everything that a batch on this rank alone may change."""
         window = self._parts.window
-        self.size = size
-        window.cut_into(size)
-        # Each size has its own Cell: the graphs of the old Cell, and their memory, are freed with it.
-        self._graph = AddBatch(window, self._parts.update, bool(self._cell.jit))
-        gc.collect()
+        left_out = [*self._parts.weights, *(self._constants or ())]
+        if self._parts.is_between_windows:  # they are zero
+            left_out += window.store.get_parameters()
+        self._before = Snapshot(window, leave_out=left_out)
 
-    def _add(self, inputs: Sequence[ms.Tensor]) -> tuple[Any, bool]:
-        added = self._graph.run_alone(*inputs)
-        return added, bool(added[0].asnumpy().any())  # waits: the error may come after the call
+    def _put_back(self) -> None:
+        self._parts.window.store.reset_eagerly()
+        self._before.restore()
 
-    def _used(self, samples: int) -> int:
-        return min(self.size or NO_BATCH, samples)
+    def _find_constants(self) -> None:
+        """Find what a batch has not changed: frozen Parameters and constants, which may be many. They need no copy."""
+        network = {id(tensor) for tensor in self._parts.network.get_parameters()}
+        self._constants = [
+            tensor
+            for tensor in self._before.unchanged()
+            if id(tensor) in network or not isinstance(tensor, ms.Parameter)
+        ]

@@ -24,16 +24,14 @@ def memory_report(
     r"""
     Predict a training step's memory for each number of micro-batches, and find the numbers that fit.
 
-    Trials train a few micro-batches of 1, 2, 4 and 16 samples, updates included. Their peaks are extrapolated linearly,
-    because they grow by the same amount for each sample; if this is little, more samples are tried, up to a quarter of
-    the batch. A batch that is one micro-batch has another graph and a separate line. Sizes that are predicted to fit
-    are then measured too, in ascending order. Each trial compiles a graph.
+    Trials train a few micro-batches of 1, 2 and 4 samples. Others are predicted by a straight line, because each sample
+    adds the same; if it adds little, 8, 16, ... samples are tried, up to a quarter of the batch. Sizes that are
+    predicted to fit are then measured too, in ascending order. Each trial compiles a graph.
 
-    On CPU, a trial runs in a copy of this process, and the peak of its resident memory is measured. The copy is ended
-    before both together exceed the limit, on a machine without other load to 3 %. This process does not change, except
-    that its C library returns freed memory to the system at once from then on, also in training. On accelerators, a
-    trial runs in this process, and the peak of MindSpore's allocator is measured; everything that it changes is
-    restored, bit for bit. Call it before training: on CPU, memory that training has freed may count as used.
+    On CPU, a trial runs in a copy of this process, without the update, whose memory is known, and the peak of the
+    resident memory of both is read. The copy is ended before both exceed the limit. This process does not change. On
+    accelerators, a trial runs in this process, and the peak of MindSpore's allocator is read; everything that it
+    changes is restored, bit for bit. Call it before training: on CPU, memory that training has freed may count as used.
 
     Args:
         cell (GradAccumulationCell): The network with its loss and the options; its number of micro-batches is ignored.

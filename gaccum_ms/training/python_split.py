@@ -13,6 +13,7 @@ micro-batches, however many these are. A window's length is counted in batches, 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +31,6 @@ from gaccum_ms.checks.arguments import described
 from gaccum_ms.training.runner import Batch, Runner
 
 if TYPE_CHECKING:
-    from gaccum_ms.splitting.splitter import Splitter
     from gaccum_ms.training.parts import Parts
 
 _NAME = "GradAccumulationCell"
@@ -53,9 +53,10 @@ class Added(NamedTuple):
 
 
 class PythonSplit(Runner):
-    """Trains on batches that a function splits."""
+    """Trains on batches that a function splits. Those of a `MaxTokens` have a size, a number of tokens."""
 
-    split: Splitter
+    split: Any  # a Splitter
+    size_is = "max_tokens"
 
     def __init__(self, parts: Parts) -> None:
         options = parts.options
@@ -66,16 +67,32 @@ class PythonSplit(Runner):
         self._first_output = 1 + options.returns_ratio  # its position in what the network returns
         # Of each output of a MaxTokens, whether axis 1 counts tokens.
         self._has_tokens: list[bool] | None = None
-        self.split_by(options.split.working_copy())
-        self.renew_graphs()
+        self.split = options.split.working_copy()
+        self._renew_graphs()
 
-    def split_by(self, split: Splitter) -> None:
-        """Split later batches so."""
-        self.split = split
-
-    def renew_graphs(self) -> None:
+    def _renew_graphs(self) -> None:
         """Discard the graphs of the old shapes, which frees their memory."""
         self._graph = AddMicroBatch(self._parts.window, self._parts.update, bool(self._parts.options.jit))
+        gc.collect()
+
+    @property
+    def size(self) -> int | None:
+        """Tokens in a micro-batch; None: not found yet."""
+        return self.split.max_tokens
+
+    @property
+    def least(self) -> int:
+        """The smallest possible size."""
+        return self.split.widths[-1] if self.split.widths else 1
+
+    def size_for(self, batch: Batch) -> int:
+        """The size that a batch is cut into."""
+        return self.split.max_tokens
+
+    def cut_into(self, size: int) -> None:
+        """Train with this size from now on."""
+        self.split.cut_into(size)
+        self._renew_graphs()
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         micro_batches = micro_batches_of(self.split, inputs, self._by_samples)

@@ -3,8 +3,8 @@
 OneGraph        the step's own graph                                    (one_graph.py)
 CompilerGraph   the step's graph, in semi-auto and auto parallel mode   (one_graph.py)
 PythonSplit     a function cuts the batch                               (python_split.py)
-FoundSize       the size of micro-batches is found                      (found_size.py)
-FoundTokens     the number of tokens in micro-batches is found          (found_tokens.py)
+TwoGraphs       a graph adds, another one ends the window               (two_graphs.py)
+FoundSize       finds the size with which one of the last two trains    (found_size.py)
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@
 
 Where a full window of several batches may make no update, its end is a separate graph (one_graph.py). Within another
 graph, such as that of data sinking, it is a branch.
-With ``micro_batch_size="auto"`` the loop is a separate graph, which runs again if memory runs out (found_size.py).
+With ``micro_batch_size="auto"`` the loop is a separate graph (two_graphs.py), which runs again if memory runs out
+(found_size.py).
 With a function as `split` , Python loops over micro-steps, which are separate graphs (python_split.py).
 A loss of the whole batch has two loops, the first forward only (grad_cache.py). In semi-auto and auto parallel mode
 there is no loop: MindSpore's compiler accumulates and reduces (unrolled_window.py). From the division on, all modes are
@@ -72,21 +73,19 @@ from gaccum_ms.semi_auto.pipeline import explained_errors
 from gaccum_ms.semi_auto.unrolled_window import AddedBatch, UnrolledWindow
 from gaccum_ms.training.admission import admit
 from gaccum_ms.training.advice import Advice
-from gaccum_ms.training.automatic_size import AutomaticSize
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import Counts
 from gaccum_ms.training.found_size import FoundSize
-from gaccum_ms.training.found_tokens import FoundTokens
 from gaccum_ms.training.lifecycle import Lifecycle
 from gaccum_ms.training.one_graph import CompilerGraph, OneGraph, even_micro_batches
 from gaccum_ms.training.parts import Parts
 from gaccum_ms.training.python_split import PythonSplit
 from gaccum_ms.training.runner import Runner
+from gaccum_ms.training.two_graphs import TwoGraphs
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
     from gaccum_ms.cell import GradAccumulationCell
-    from gaccum_ms.memory.trial import StepOnTrial
     from gaccum_ms.options.options import Options
     from gaccum_ms.splitting.splitter import Splitter
 
@@ -490,20 +489,21 @@ def runner_of(parts: Parts, cell: GradAccumulationCell, network: nn.Cell, run_gr
     if isinstance(parts.window, UnrolledWindow):
         return CompilerGraph(network, parts, run_graph)
     if cell.finds_size:
-        return FoundSize(parts, cell, step_on_trial)
+        return FoundSize(parts, cell, TwoGraphs(parts), step_on_trial)
     if not cell.splits_in_python:
         return OneGraph(parts, run_graph)
     split = PythonSplit(parts)
-    return FoundTokens(parts, cell, step_on_trial, split) if cell.finds_tokens else split
+    return FoundSize(parts, cell, split, step_on_trial) if cell.finds_tokens else split
 
 
-def step_on_trial(cell: GradAccumulationCell, optimizer: nn.Optimizer, size: Any) -> StepOnTrial:
+def step_on_trial(cell: GradAccumulationCell, optimizer: Any, size: int) -> TrainOneStepWithGradAccumulationCell:
     """A step for a trial: each batch ends in an update, and the step of the real training gives the advice. `size` : if
     the cell is one that finds it."""
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
     step.advice.silence()
-    if isinstance(step._runner, AutomaticSize):
-        return step._runner.rehearsed(size)
+    if isinstance(step._runner, FoundSize):
+        step._runner = step._runner.runner
+        step._runner.cut_into(size)
     if step.spans_batches:
         step.set_accumulation_steps(1)
     return step

@@ -1,110 +1,146 @@
-"""Forecasts from the results of trials, including trials that the limit ended. No trial runs here."""
+"""Which sizes are tried, what is predicted of others, and which size is found, with trials whose memory is known. No
+trial runs here."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 from mindspore import Tensor, nn
 
-from gaccum_ms import GradAccumulationCell
+from gaccum_ms import AutoSize, GradAccumulationCell
+from gaccum_ms.memory.child import TooMuchMemory, Usage
 from gaccum_ms.memory.forecast import Forecast
-from gaccum_ms.memory.search import _beyond, _largest
-from gaccum_ms.training.step import step_on_trial
+from gaccum_ms.memory.report import _probe
+from gaccum_ms.memory.trial import Trials, even_sizes
 from tests.support.reference import OPTIMIZERS, batches, make_network
 
 MB = 1_000_000
+PLENTY = 1 << 20  # MB
 
 
-def forecast(limit: int, measured: dict[int, int | None], ended: dict[int, int], samples: int = 32) -> Forecast:
-    """A forecast from these results: sizes in samples, memory in MB."""
-    network = make_network("dense")
-    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 1)
-    batch = [Tensor(value) for value in batches(samples, 1)[0]]
-    made = Forecast("test", cell, OPTIMIZERS["sgd"](network.trainable_params()), batch, step_on_trial, limit * MB)
-    made.measured = {size: found and found * MB for size, found in measured.items()}
-    made._ended = {size: reached * MB for size, reached in ended.items()}
-    return made
+@pytest.fixture
+def forecast(monkeypatch):
+    """Makes a forecast of a memory limit in MB, for a cell that finds its size, which always accumulates. `needs` : the
+    MB of a size, or None, if it is out of memory in another way."""
+
+    def make(samples: int, limit: float, needs: Callable[[int], float | None], size: object = "auto") -> Forecast:
+        def run(trials: Trials, size: int) -> Usage:
+            peak = needs(size)
+            if peak is None:
+                raise MemoryError
+            if peak > limit:
+                raise TooMuchMemory("", int(limit * MB))
+            return Usage(round(peak * MB), 500 * MB)
+
+        monkeypatch.setattr(Trials, "run", run)
+        network = make_network("dense")
+        options = {"micro_batch_size": AutoSize()} if size == "auto" else {"micro_size": 1}
+        cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), **options)
+        batch = [Tensor(value) for value in batches(samples, 1)[0]]
+        optimizer = OPTIMIZERS["sgd"](network.trainable_params())
+        return Forecast("test", cell, optimizer, batch, lambda *_: None, int(limit * MB))
+
+    return make
 
 
-EVEN = {2: 640, 4: 650}  # 5 MB for each sample: 8 samples are predicted to need 670
+def found(forecast: Forecast) -> int:
+    while (size := forecast.next_size()) is not None:
+        assert size not in forecast.measured
+        forecast.measure(size)
+    return forecast.largest()
+
+
+def needed(samples: int, size: int, each: float, last: float = 0) -> float:
+    """MB of a training, of which `each` for a sample in the graph, and `last` for a smaller last micro-batch."""
+    return 600 + each * (size + samples % size) + last * (samples % size > 0)
 
 
 @pytest.mark.parametrize(
-    ("limit", "reached", "fits"),
-    [
-        (690, 665, True),  # the trial ended below the prediction, which leaves at least 1.5 % of the limit
-        (690, 675, False),  # the trial reached more than the prediction, which is therefore wrong
-        (675, 665, False),  # the prediction leaves less than 1.5 %
-    ],
+    ("samples", "last"), [(1, 0), (2, 0), (7, 0), (97, 0), (106, 0), (32, 50), (100, 50), (360, 50), (1024, 50)]
 )
-def test_a_trial_that_ended_near_the_limit_may_have_fitted(limit, reached, fits):
-    assert forecast(limit, {**EVEN, 8: None}, {8: reached}).may_fit(8) is fits
+@pytest.mark.parametrize("each", [0.01, 0.7, 3, 40, 900])
+@pytest.mark.parametrize("limit", [605, 650, 900, 3000, 50_000])
+def test_no_trial_exceeds_the_limit_and_what_is_found_is_85_percent_of_what_fits(samples, last, each, limit, forecast):
+    """Except for the first two trials of each kind, before there is a line. What fits keeps 2 % of the limit free."""
+    made = forecast(samples, limit, lambda size: needed(samples, size, each, last))
+    fits = [size for size in even_sizes(samples) if needed(samples, size, each, last) <= 0.98 * limit]
+    size = found(made)
+    assert size in fits or not fits
+    assert size >= 0.85 * max(fits, default=0)
+    first_ragged = [size for size in even_sizes(samples) if samples % size][:2]
+    assert {size for size, peak in made.measured.items() if peak is None} <= {1, 2, *first_ragged}
+    assert len(made.measured) <= 2 * samples.bit_length()
 
 
-def test_it_takes_a_measurement_of_half_the_samples():
-    assert forecast(720, {**EVEN, 8: None}, {8: 665}).may_fit(8)
-    assert not forecast(720, {**EVEN, 16: None}, {16: 665}).may_fit(16)
+@pytest.mark.parametrize(("samples", "expected"), [(64, [1, 2, 4, 8, 16, 32]), (97, [1, 2, 4, 8, 14, 20])])
+def test_sizes_double_and_a_size_is_tried_only_if_it_is_predicted_to_fit(samples, expected, forecast):
+    """64 of 64 samples would need 664 MB. Of 97 samples, sizes of 25 leave 22 for the last: 47 are in the graph."""
+    made = forecast(samples, 650, lambda size: needed(samples, size, 1))
+    found(made)
+    assert list(made.measured) == expected
 
 
-def test_a_ragged_size_is_not_taken_untested_by_what_even_ones_need():
-    """32 samples in sevens leave four, for which the graph has a second part: even sizes do not tell its memory."""
-    assert not forecast(690, {**EVEN, 7: None}, {7: 640}).may_fit(7)
-    assert not forecast(690, {**EVEN, 3: 655, 7: None}, {7: 640}).may_fit(7)  # 3 is less than half of 7
-    assert forecast(720, {**EVEN, 5: 665, 7: None}, {7: 640}).may_fit(7)
+def test_what_is_beyond_a_wrong_prediction_is_bisected(forecast):
+    """A kernel takes 200 MB more for more than 16 samples; or memory is out in another way, of which no size tells."""
+    made = forecast(360, 700, lambda size: 600 + size + 200 * (size > 16))
+    assert found(made) == 15
+    assert list(made.measured)[:6] == [1, 2, 4, 8, 15, 30]
+    assert found(forecast(64, 700, lambda size: None if size > 20 else 600)) == 16
+    assert found(forecast(64, 700, lambda size: None if size > 30 else 600)) == 22
+    assert found(forecast(64, 700, lambda size: None)) == 0
+
+
+def test_a_batch_in_one_micro_batch_needs_no_accumulators(forecast):
+    """Of 16 samples, eight need too much with accumulators, and all of them not quite too much without."""
+    accumulators = 293 * 4 / MB
+
+    def needs(size):
+        return 600 + 100 * size / 16 * accumulators - accumulators * (size == 16)
+
+    assert found(forecast(16, (600 + 99.5 * accumulators) / 0.98, needs, size=1)) == 16
+    assert found(forecast(16, (600 + 98.5 * accumulators) / 0.98, needs, size=1)) == 8
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("of_four", "needed", "found"),
+    ("size", "expected"), [(1, 100), (2, 110), (3, 120), (10, 190), (16, 250), (20, 306), (40, 586), (138, 3806)]
+)
+def test_straight_lines_through_what_was_measured_and_on(size, expected, forecast):
+    """Each sample adds 10 MB up to 16 samples, and 14 beyond. In sizes of 138, 960 samples leave 132 for the last."""
+    made = forecast(960, PLENTY, {1: 100, 4: 130, 16: 250, 20: 306}.get)
+    for measured in (1, 4, 16, 20):
+        made.measure(measured)
+    assert made.predict(size) == expected * MB
+
+
+def test_one_measurement_says_nothing_of_others_and_none_nothing(forecast):
+    made = forecast(8, PLENTY, lambda size: 100)
+    assert made.predict(8) == 0
+    made.measure(2)
+    assert made.predict(2) == made.predict(7) == 100 * MB
+
+
+def test_what_shrinks_is_not_continued_downwards(forecast):
+    made = forecast(64, PLENTY, {1: 100, 4: 90}.get)
+    made.measure(1), made.measure(4)
+    assert made.predict(64) == 90 * MB
+
+
+@pytest.mark.parametrize(
+    ("samples", "each", "expected"),
     [
-        (660, 690, 11),  # 11 samples are predicted to need 712 MB, but fit
-        (660, None, 8),  # the trial was ended
-        (400, 690, 8),  # 11 samples are predicted to need 907 MB: not tried
+        (1, 10, [1]),
+        (3, 10, [1, 2, 3]),
+        (15, 10, [1, 2, 3]),
+        (256, 1, [1, 2, 4, 8, 16, 32, 64]),
+        (256, 4, [1, 2, 4, 8, 16, 32]),
+        (256, 30, [1, 2, 4]),
     ],
 )
-def test_a_size_far_above_is_tried_if_its_prediction_may_be_wrong(of_four, needed, found, monkeypatch):
-    """Eight of 32 samples fit. No size between 8 and 11 divides the batch evenly."""
-    made = forecast(700, {4: of_four, 8: 690}, {})
-    tried = []
-    monkeypatch.setattr(made, "_tried", lambda size, _: tried.append(size) or (needed and needed * MB))
-    assert _beyond(made, 8) == found
-    assert tried == [11] * (of_four == 660)
-
-
-@pytest.mark.parametrize(("needed", "found"), [(1208, 512), (1225, 256), (None, 256)])
-def test_an_even_size_is_tried_if_it_is_predicted_to_need_a_little_too_much(needed, found, monkeypatch):
-    """512 samples are predicted to need 1224 MB, of which 1222 MB are used."""
-    made = forecast(1228, {4: 1149, 256: 1186.5}, {}, samples=512)
-    tried = []
-    monkeypatch.setattr(made, "_tried", lambda size, _: tried.append(size) or (needed and needed * MB))
-    made.always_accumulates = True  # as with "auto": the whole batch has no graph of its own
-    assert not made.may_fit(512)
-    assert _beyond(made, 256) == found
-    assert tried == [512]
-
-
-def test_a_ragged_size_is_tried_beyond_an_even_one_that_reached_the_limit(monkeypatch):
-    made = forecast(700, {3: 660, 6: 670, 8: None}, {8: 699})
-    tried = []
-    monkeypatch.setattr(made, "_tried", lambda size, _: tried.append(size) or 690 * MB)
-    assert _beyond(made, 6) == 11
-    assert tried == [11]
-
-
-def test_no_size_is_tried_beyond_one_that_failed_for_another_reason(monkeypatch):
-    made = forecast(700, {3: 660, 6: 670, 8: None}, {})
-    monkeypatch.setattr(made, "_tried", None)
-    assert _beyond(made, 6) == 6
-
-
-def test_no_trial_is_far_larger_than_what_fits(monkeypatch):
-    """Two samples happen to need more than four, so the first line falls: by it, all 16384 samples would fit."""
-    made = forecast(700, {}, {}, samples=16384)
-    needed = {}
-
-    def tried(size, _):
-        needed[size] = 586 * MB if size == 2 else 581 * MB + size * MB // 50
-        return needed[size] if needed[size] <= made.limit else None
-
-    monkeypatch.setattr(made, "_tried", tried)
-    assert _largest(made) == 5462
-    assert all(size <= 64 * max(other for other in needed if other < size) for size in needed if size > 4)
-    assert max(needed.values()) <= 1.1 * made.limit  # without the bound, 909 MB
+def test_a_report_measures_few_sizes_and_goes_on_while_they_say_little(samples, each, expected, forecast):
+    made = forecast(samples, PLENTY, lambda size: needed(samples, size, each))
+    _probe(made)
+    assert list(made.measured) == expected

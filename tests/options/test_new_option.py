@@ -15,7 +15,7 @@ SENTENCE = "Whether the newest thing is done"
 # What is written behind the option `jit` , in each file.
 ADDED = {
     "gaccum_ms/options/options.py": (
-        "    jit: bool | None = option(optional(check_bool), for_memory=bool)\n",
+        "    jit: bool | None = option(optional(check_bool))\n",
         "    newest: bool = option(check_bool, default=False)\n",
     ),
     "gaccum_ms/cell.py": (

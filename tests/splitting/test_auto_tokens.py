@@ -23,9 +23,8 @@ from gaccum_ms import (
 )
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.snapshot import Snapshot
-from gaccum_ms.memory.heap import keep_heap_small
 from gaccum_ms.memory.proc import forget_peak, own
-from gaccum_ms.training.found_tokens import FoundTokens
+from gaccum_ms.training.found_size import FoundSize
 from tests.splitting.test_max_tokens import DATA, IGNORED, LENGTH, Causal, batch, max_tokens, run, step_of, whole_step
 from tests.support.alone import alone
 from tests.support.modes import eagerly
@@ -76,7 +75,7 @@ def auto_step(tokens, widths=2, **options):
     network = RunsOut()
     auto = AutoSize(PLENTY, says_assert_failed)
     step = step_of(max_tokens(max_tokens=auto, widths=widths), network, **options)
-    step._runner._begin(tokens)
+    step._runner.runner.cut_into(tokens)
     return network, step
 
 
@@ -114,14 +113,14 @@ def tried(monkeypatch):
     from gaccum_ms.memory.trial import Trials
 
     sizes, one_trial = [], Trials.run
-    monkeypatch.setattr(Trials, "run", lambda self, *size: sizes.append(size[0]) or one_trial(self, *size))
+    monkeypatch.setattr(Trials, "run", lambda self, size: sizes.append(size) or one_trial(self, size))
     return sizes
 
 
 @pytest.mark.core("one width")
 @pytest.mark.parametrize(
     ("widths", "rows", "samples", "sizes"),
-    [((LENGTH,), 1, 2, [2, 1]), ((12, LENGTH), 5, 20, [4, 2, 3])],
+    [((LENGTH,), 1, 2, [1, 2]), ((12, LENGTH), 5, 20, [1, 2, 4, 3])],
     ids=["one width", "two widths"],
 )
 def test_finds_the_number_that_fits_on_all_widths_once(widths, rows, samples, sizes, tried):
@@ -132,9 +131,9 @@ def test_finds_the_number_that_fits_on_all_widths_once(widths, rows, samples, si
     assert step.split.max_tokens is None
     losses = run(step, data)
     assert split.max_tokens is None
-    assert step.split.max_tokens == sizes[1] * LENGTH
+    assert step.split.max_tokens == (sizes[1] if len(sizes) > 2 else sizes[0]) * LENGTH
     assert tried == sizes
-    assert len(step._runner._split._graph.compile_cache) == len(widths)
+    assert len(step._runner.runner._graph.compile_cache) == len(widths)
     with eagerly():
         whole = whole_step()
         np.testing.assert_allclose(losses, run(whole, data), rtol=1e-5)
@@ -147,7 +146,7 @@ def test_the_search_alone_ignores_the_cells_own_number_and_changes_nothing(tried
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     before = everything(network)
     assert find_micro_batch_size(cell, optimizer, tuple(map(Tensor, DATA[0])), PLENTY) == 2 * LENGTH
-    assert tried == [4, 2, 3]
+    assert tried == [1, 2, 4, 3]
     assert cell.split.max_tokens == 48
     assert cell.split.plan is None
     assert_identical(everything(network), before)
@@ -178,7 +177,6 @@ def trained(tokens: int | str, room: int) -> tuple[int, int]:
     y[np.arange(WIDTHS[-1]) >= lengths[:, None]] = IGNORED
     data = [Tensor(rng.normal(size=(*y.shape, 4)).astype(np.float32)), Tensor(y)]
     network = Tagger()
-    keep_heap_small()
     forget_peak()
     before = own("VmRSS")
     size = AutoSize(before + room) if tokens == "auto" else tokens
@@ -223,15 +221,15 @@ def test_the_worst_case_is_a_full_micro_batch_of_each_width():
 def fail_in_the_second_batch(monkeypatch, options):
     """Fails twice, in the last micro-batch. What the batch has changed is restored each time, bit for bit."""
     network, step = auto_step(96, widths=1, **options)
-    restored, shrink = [], FoundTokens._shrink
+    restored, shrink = [], FoundSize._shrink
 
     def note_and_shrink(self, *arguments):
         restored.append((state(step), ms.get_rng_state().asnumpy().copy()))
         return shrink(self, *arguments)
 
-    monkeypatch.setattr(FoundTokens, "_shrink", note_and_shrink)
+    monkeypatch.setattr(FoundSize, "_shrink", note_and_shrink)
     losses = run(step, MARKED[:1])
-    graph = weakref.ref(step._runner._split._graph)
+    graph = weakref.ref(step._runner.runner._graph)
     network.set_largest(30)
     ms.manual_seed(7)
     before, generator = state(step), ms.get_rng_state().asnumpy().copy()
@@ -260,7 +258,7 @@ def test_halves_and_goes_on(monkeypatch, pynative):
     split = step.split
     assert split.max_tokens == split.plan.max_tokens == 24
     losses += run(step, MARKED[2:4])
-    assert len(step._runner._split._graph.compile_cache) == 1
+    assert len(step._runner.runner._graph.compile_cache) == 1
     whole = step_of(max_tokens(), Causal(), **options)
     np.testing.assert_allclose(losses, run(whole, MARKED[:4]), rtol=1e-5)
     assert_alike(step, whole, 1e-5)

@@ -1,0 +1,90 @@
+"""A step of two graphs, for a size of micro-batches that may change: `AddBatch` , which each rank runs by itself, and
+the window's end, which all ranks run: `EndBatch` , or update.py's if windows have several batches.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import mindspore as ms
+
+from gaccum_ms.accumulation.saturation import clear_flag
+from gaccum_ms.accumulation.update import OfWindow
+from gaccum_ms.training.one_graph import even_batch
+from gaccum_ms.training.parts import Parts
+from gaccum_ms.training.runner import Batch, Runner
+
+
+class AddBatch(OfWindow):
+    """Adds a batch, on this rank alone. Returns the loss, or the sums and their seed per item; the outputs; the loss
+    scale."""
+
+    def construct(self, *inputs):
+        scale = self.update.scale()
+        inputs = clear_flag(inputs)
+        if self.window.spans_batches:
+            loss, outputs = self.window.add_batch(inputs, scale)
+            return (loss, *outputs, scale)
+        plan = self.window.plan(inputs)
+        seed_per_item = self.window.weighing.seed_per_item(inputs, plan, scale)
+        sums, outputs = self.window.accumulate(inputs, plan, scale, seed_per_item)
+        return (sums, seed_per_item, *outputs, scale)
+
+
+class EndBatch(OfWindow):
+    """Updates after a batch, if each batch is a window. Returns the loss, and whether the window overflowed."""
+
+    def construct(self, sums, seed_per_item, scale):
+        return self.update(*self.window.finish(sums, seed_per_item, scale))
+
+
+class TwoGraphs(Runner):
+    """Adds a batch, and then ends its window."""
+
+    size_is = "micro_batch_size"
+    least = 1
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._jit = bool(parts.options.jit)
+        self._end = EndBatch(parts.window, parts.update, self._jit)
+
+    @property
+    def size(self) -> int | None:
+        """Samples in a micro-batch."""
+        return self._parts.window.micro_batch_size
+
+    def size_for(self, batch: Batch) -> int:
+        """The size that a batch is cut into."""
+        return min(self._parts.window.micro_batch_size, batch.inputs[0].shape[self._parts.options.first_axis])
+
+    def cut_into(self, size: int) -> None:
+        """Train with this size from now on. Each size has its own Cell: the graphs of the old Cell, and their memory,
+        are freed with it."""
+        self._parts.window.cut_into(size)
+        self._add = AddBatch(self._parts.window, self._parts.update, self._jit)
+        gc.collect()
+
+    def prepare(self, inputs: tuple[Any, ...]) -> Batch:
+        return even_batch(self._parts, inputs)
+
+    def run(self, batch: Batch) -> Any:
+        return self.end(self.add(batch))
+
+    def add(self, batch: Batch) -> tuple[Any, ...]:
+        """Add a batch to the window, on this rank alone. The first of what it returns is zero if nothing was added."""
+        return self._add.run_alone(*batch.inputs)
+
+    def end(self, added: tuple[Any, ...]) -> Any:
+        """Finish a batch; if its window ends, update on all ranks. Returns what the step returns."""
+        parts = self._parts
+        if parts.end_window is None:
+            sums, seed_per_item, *outputs, scale = added
+            loss, overflow = self._end.run_alone(sums, seed_per_item, scale)
+        else:
+            loss, *outputs, scale = added
+            is_full = parts.window.open.is_full
+            overflow = parts.end_window.run_alone(loss) if is_full else ms.Tensor(False, ms.bool_)
+        parts.count_batch()
+        return parts.update.returned(loss, overflow, scale, outputs)

@@ -1,0 +1,136 @@
+"""Measured memory of runs whose memory is known, in copies of a new process, which has no other memory to free."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from gaccum_ms.memory import child
+from gaccum_ms.memory.child import TooMuchMemory, run_in_child
+from gaccum_ms.memory.proc import own
+from tests.support.alone import alone
+
+MB = 1_000_000
+
+
+def taken(run: Callable[[], Any], room: int = 1 << 40) -> tuple[int, int]:
+    """The bytes of a run in a copy, which may have so many more than this process: at its peak, and after it."""
+    before = own("VmRSS")
+    used = run_in_child("a test", before + room, run)
+    return used.peak - before, used.after - before
+
+
+def error_of(run: Callable[[], Any], room: int = 1 << 40) -> str:
+    try:
+        taken(run, room)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def take(blocks: int, size: int, seconds: float = 0.0) -> list[np.ndarray]:
+    """Take memory, and wait so long after each block."""
+    blocks_taken = []
+    for _ in range(blocks):
+        blocks_taken.append(np.ones(size, np.uint8))
+        time.sleep(seconds)
+    return blocks_taken
+
+
+def fail() -> None:
+    raise ValueError("as it is")
+
+
+def measurements() -> dict[str, Any]:
+    array = np.ones(200 * MB, np.uint8)
+    kept: list[Any] = []
+    results = {
+        "nothing": taken(lambda: None),
+        "reads": taken(lambda: array.sum()),
+        "frees": taken(lambda: take(3, 100 * MB)),
+        "keeps": taken(lambda: kept.extend(take(3, 100 * MB))),
+        "writes": taken(lambda: array.fill(2)),
+        "error": error_of(fail),
+        "killed": error_of(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        "left": error_of(lambda: os._exit(3)),
+        "too much at once": error_of(lambda: take(1, 1000 * MB, 10), 500 * MB),
+    }
+    assert (array == 1).all()
+    assert not kept
+    return results
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    return alone(measurements)
+
+
+@pytest.mark.parametrize(
+    ("run", "peak", "after"),
+    [("nothing", 0, 0), ("reads", 0, 0), ("frees", 300, 0), ("keeps", 300, 300), ("writes", 200, 200)],
+)
+def test_what_both_processes_take_is_measured(run, peak, after, measured):
+    """What they share counts once, so a copy that writes what it shares takes that much more. A copy itself takes some
+    of Python's objects, which it writes to refer to them."""
+    at_peak, at_end = measured[run]
+    assert peak <= at_peak / MB + 1 <= peak + 50
+    assert after <= at_end / MB + 1 <= after + 50
+
+
+def test_errors_come_back_as_they_are(measured):
+    assert measured["error"] == "ValueError: as it is"
+    assert measured["killed"].startswith("TooMuchMemory: For 'a test', the system ended a trial")
+    assert "exit code 3" in measured["left"]
+
+
+def reached() -> tuple[str, int]:
+    """The error of a run that takes 1 GB, a MB every 4 ms, and may have 600 MB; and how many bytes both had."""
+    before = own("VmRSS")
+    try:
+        taken(lambda: take(1000, MB, 0.004), 600 * MB)
+    except TooMuchMemory as error:
+        return str(error), error.reached - before
+    return "none", 1000 * MB
+
+
+def test_a_run_that_would_have_too_much_is_ended(measured):
+    assert measured["too much at once"].startswith("TooMuchMemory: For 'a test', a trial reached")
+
+
+@pytest.mark.idle
+@pytest.mark.thorough
+def test_a_run_ends_before_it_has_too_much():
+    """Before, not after: it is ended while it could not pass the limit before the next look."""
+    message, size = alone(reached)
+    assert "may have" in message
+    assert 400 * MB < size <= 600 * MB
+
+
+def stuck(copies: int, started: Path) -> str:
+    """The error of a run that waits for ever in the first copies. Each copy notes that it has started."""
+
+    def run() -> None:
+        with started.open("a") as file:
+            file.write("x")
+        if started.stat().st_size <= copies:
+            threading.Event().wait()
+
+    with mock.patch.object(child, "_STUCK_AFTER", 1):
+        return error_of(run)
+
+
+@pytest.mark.thorough
+def test_a_copy_that_waits_for_a_thread_that_it_lacks_is_replaced(tmp_path):
+    """Twice; a third copy's error is raised."""
+    assert alone(stuck, 1, tmp_path / "once") == "none"
+    said = alone(stuck, 3, tmp_path / "for ever")
+    assert "has none of its other threads, but got a copy that waits for something for 1 s" in said
