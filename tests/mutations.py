@@ -252,9 +252,9 @@ FAULTS = [
     Fault(
         "a branch within the loop",
         "accumulation/weighing.py",
-        "                while takes:\n                    part = self.added(seed_per_item, ran, gradients)\n"
+        "                while takes:\n                    part = self.added(unit, ran, gradients)\n"
         "                    takes = ms.Tensor(False)\n",
-        "                if takes:\n                    part = self.added(seed_per_item, ran, gradients)\n",
+        "                if takes:\n                    part = self.added(unit, ran, gradients)\n",
         "training/test_memory_growth.py::test_memory_is_flat[count]",
     ),
     Fault(
@@ -409,8 +409,8 @@ FAULTS = [
     Fault(
         "a loss without items spoils the others",
         "accumulation/several_losses.py",
-        "seeds, belongs = seed_per_item * items, items > 0",
-        "seeds, belongs = seed_per_item * items, items >= 0",
+        "seeds, belongs = unit * items, items > 0",
+        "seeds, belongs = unit * items, items >= 0",
         "losses/test_counts.py -k own_total",
     ),
     Fault(
@@ -480,7 +480,7 @@ FAULTS = [
         "a loop's losses weigh alike",
         "training/grad_accumulator.py",
         ".reshape(()) * weight * scale",
-        ".reshape(()) * seed_per_item",
+        ".reshape(()) * unit",
         "training/test_grad_accumulator.py -k records",
     ),
     # -- losses of the whole batch
@@ -692,8 +692,8 @@ FAULTS = [
     Fault(
         "the noise is that of one item",
         "accumulation/noise.py",
-        "counts.ratio_or_zero(norms.square_norm(gradients) / (seed_per_item * seed_per_item), items)",
-        "norms.square_norm(gradients) / (seed_per_item * seed_per_item)",
+        "counts.ratio_or_zero(norms.square_norm(gradients) / (unit * unit), items)",
+        "norms.square_norm(gradients) / (unit * unit)",
         "accumulation/test_noise_record.py -k records_of_a_batch",
     ),
     Fault(

@@ -39,6 +39,15 @@ def imports() -> Imports:
     return {name: graph.find_modules_directly_imported_by(name) & modules for name in modules}
 
 
+def of_packages(imported: Imports) -> Imports:
+    """The packages of gaccum_ms, or modules beside them, that each imports."""
+    packages: Imports = {}
+    for name, others in imported.items():
+        package = packages.setdefault(name.split(".")[1], set())
+        package |= {other.split(".")[1] for other in others} - {name.split(".")[1]}
+    return packages
+
+
 def longest_chain(imported: Imports) -> tuple[list[str], list[str]]:
     """The longest chain of imports, and for each circle the module where it closes."""
     circles: list[str] = []
@@ -75,6 +84,7 @@ def structure() -> Structure:
 if __name__ == "__main__":
     found = structure()
     print(f"longest chain of imports: {len(found.chain)} modules: {' -> '.join(found.chain)}")
+    print(f"of packages: {' -> '.join(longest_chain(of_packages(imports()))[0])}")
     print(f"largest fan-out: {found.fan_out[0]} ({found.fan_out[1]})")
     print(f"circles: {', '.join(found.circles) or 'none'}")
     print(f"files of more than {LINES} lines: {found.long_files or 'none'}; lines in all: {found.lines}")

@@ -11,11 +11,17 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from tests.structure import PACKAGE, longest_chain, structure
+from tests.structure import PACKAGE, imports, longest_chain, of_packages, structure
 
 
 def test_no_import_is_circular():
     assert structure().circles == []
+
+
+def test_the_longest_chain_of_packages_is_short():
+    chain, circles = longest_chain(of_packages(imports()))
+    assert circles == []
+    assert len(chain) <= 12, chain
 
 
 def test_chains_and_circles_of_a_small_package():

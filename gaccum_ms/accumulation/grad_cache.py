@@ -93,12 +93,12 @@ class TwoPasses(nn.Cell):
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, sums, seed_per_item, inputs, plan):
+    def prepare(self, sums, unit, inputs, plan):
         """The first pass, and the loss. A batch of one micro-batch needs no first pass."""
         if plan[micro_batches.WHOLE]:
             return sums, (), inputs
         samples, last = plan[micro_batches.SAMPLES], micro_batches.rows_at_the_end(plan)
-        seed = seed_per_item * self.share_of_ranks
+        seed = unit * self.share_of_ranks
         representations = self.representations(inputs, samples - last, last, plan)
         loss, slopes, loss_slopes = self.slopes(seed, representations)
         if self.statistics is not None:
@@ -150,14 +150,14 @@ class TwoPasses(nn.Cell):
                 following = (*following, before)
         return (state[0] + rows, differs, *following)
 
-    def slopes(self, seed_per_item, representations):
+    def slopes(self, unit, representations):
         """The loss of the batch times its seed, and its gradients with respect to each representation of a float dtype,
         and to what all micro-batches share: the Parameters of `loss_fn` , then representations of shape ()."""
         loss_slopes: tuple = ()
         if self.loss_has_weights:
-            loss, (gradients, loss_slopes) = self.slopes_of[len(representations) - 1](seed_per_item, *representations)
+            loss, (gradients, loss_slopes) = self.slopes_of[len(representations) - 1](unit, *representations)
         else:
-            loss, gradients = self.slopes_of[len(representations) - 1](seed_per_item, *representations)
+            loss, gradients = self.slopes_of[len(representations) - 1](unit, *representations)
         if isinstance(gradients, ms.Tensor):  # one representation gives no tuple
             gradients = (gradients,)
         slopes: tuple = ()
@@ -169,8 +169,8 @@ class TwoPasses(nn.Cell):
                     loss_slopes = (*loss_slopes, gradients[index])
         return loss, slopes, loss_slopes
 
-    def seeded_batch_loss(self, seed_per_item, *representations):
-        return float32_loss(self.network.loss(*representations)) * seed_per_item
+    def seeded_batch_loss(self, unit, *representations):
+        return float32_loss(self.network.loss(*representations)) * unit
 
     def along_slopes(self, share, loss_slopes, number, *part):
         """A scalar whose gradient with respect to the weights is what this micro-batch adds."""

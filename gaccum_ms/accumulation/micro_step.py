@@ -93,7 +93,7 @@ class OneLoss(nn.Cell):
         self.loss_is_mean = options.loss_is_mean
         self.backward = ops.value_and_grad(self.seeded_loss, None, weights)
 
-    def prepare(self, sums, seed_per_item, inputs, plan):
+    def prepare(self, sums, unit, inputs, plan):
         return sums, (), inputs
 
     def run(self, seed, prepared, size, *micro_batch):
@@ -139,7 +139,7 @@ class SeveralLosses(nn.Cell):
         alone = [_LossAlone(network, term, options.loss_weights) for term, network in enumerate(networks)]
         self.backward_of = tuple(ops.value_and_grad(network, None, weights, has_aux=True) for network in alone)
 
-    def prepare(self, sums, seed_per_item, inputs, plan):
+    def prepare(self, sums, unit, inputs, plan):
         return sums, (), inputs
 
     def run(self, seeds, prepared, size, *micro_batch):

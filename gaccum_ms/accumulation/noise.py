@@ -39,10 +39,10 @@ class NoiseRecord(nn.Cell):
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
-    def note(self, gradients, seed_per_item, items):
-        """Add a micro-batch. `gradients` : the gradients of its mean loss, times its items and `seed_per_item` ."""
+    def note(self, gradients, unit, items):
+        """Add a micro-batch. `gradients` : the gradients of its mean loss, times its items and `unit` ."""
         # One that counts nothing is the mean of nothing, which has no norm.
-        times_items = counts.ratio_or_zero(norms.square_norm(gradients) / (seed_per_item * seed_per_item), items)
+        times_items = counts.ratio_or_zero(norms.square_norm(gradients) / (unit * unit), items)
         return ops.assign_add(self.window_squares, ops.stack((times_items, ops.cast(items > 0, ms.float32), items)))
 
     def reduce(self, grad_reducer, gradients, share, after):

@@ -1,8 +1,8 @@
 """A window that stays open between calls, because several batches share an update.
 
-From one batch to the next, the window keeps the accumulators, its position, its sums, and the seed of one item
-(`window_unit` ). All of these are Parameters: checkpoints contain them, and a compiled step stays valid when the number
-of batches of a window changes. Nothing is reduced over ranks until the window ends.
+From one batch to the next, the window keeps the accumulators, its position, its sums, and its unit ( `window_unit` ),
+the seed of one item. All of these are Parameters: checkpoints contain them, and a compiled step stays valid when the
+number of batches of a window changes. Nothing is reduced over ranks until the window ends.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ class OpenWindow(nn.Cell):
 
     def begin_batch(self, scale, count):
         """Count the batch before any of it is added, so that `drop_if_torn` recognises a batch that failed half-way.
-        Returns the seed of one item, the loss scale over the window's expected total: the accumulators then hold
+        Returns the unit, the loss scale over the window's expected total: the accumulators then hold
         numbers of a mean's size."""
         first = self.window_position == 0
         steps = ops.select(first, self.accumulation_steps + 0, self.window_steps + 0)
-        seed_per_item = self.seed_of_window(scale, count, steps)
-        begun = ops.depend(ops.assign(self.window_steps, steps), seed_per_item)
-        begun = ops.assign(self.window_unit, ops.depend(seed_per_item, begun))
+        unit = self.seed_of_window(scale, count, steps)
+        begun = ops.depend(ops.assign(self.window_steps, steps), unit)
+        begun = ops.assign(self.window_unit, ops.depend(unit, begun))
         begun = ops.assign(self.window_position, ops.depend(self.window_position + 1, begun))
-        return ops.depend(seed_per_item, begun)
+        return ops.depend(unit, begun)
 
     def seed_of_window(self, scale, count, steps):
-        """The seed of one item. An unset one is computed for `steps` batches of this count."""
+        """The unit. An unset one is computed for `steps` batches of this count."""
         seed = self.window_unit + 0.0
         new_seed = scale / (count * ops.cast(steps, ms.float32))
         return ops.select(ops.logical_and(seed == 0, count > 0), new_seed, seed)

@@ -87,7 +87,7 @@ class LossWithOutputs(nn.Cell):
         # Only the first output has a gradient.
         self.backward = ops.value_and_grad(self.seeded_outputs, None, weights, has_aux=True)
 
-    def prepare(self, sums, seed_per_item, inputs, plan):
+    def prepare(self, sums, unit, inputs, plan):
         return sums, (), inputs
 
     def run(self, seed, prepared, size, *micro_batch):

@@ -57,11 +57,11 @@ class CountedReduction(nn.Cell):
         self.window_count = record("window_count")
         self.dropped_micro_batches = record("dropped_micro_batches")
 
-    def construct(self, gradients, sums, seed_per_item, scale):
-        """Gradients and loss are multiples of `seed_per_item` , this rank's own. Returns the gradients' sums times the
+    def construct(self, gradients, sums, unit, scale):
+        """Gradients and loss are multiples of `unit` , this rank's own. Returns the gradients' sums times the
         loss scale, their divisor, the loss, and whether there is anything to divide by."""
-        # Zero if this rank has counted nothing: it then has no seed per item.
-        rescale = counts.ratio_or_zero(scale, seed_per_item)
+        # Zero if this rank has counted nothing: it then has no unit.
+        rescale = counts.ratio_or_zero(scale, unit)
         sums = sums * ops.stack((rescale, ops.ones_like(rescale), ops.ones_like(rescale)))
         if self.counts_batches:
             batches = ops.cast(ops.depend(self.window_position, sums), ms.float32)

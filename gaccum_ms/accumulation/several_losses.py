@@ -46,7 +46,7 @@ class ByCountsOfEach(nn.Cell):
         self.window_count = record("window_count", (self.number,))
         self.loss_terms = record("loss_terms", (self.number,))
 
-    def seed_per_item(self, inputs, plan, scale):
+    def unit(self, inputs, plan, scale):
         """One over the total, for each loss."""
         totals = self.counting.total(inputs, plan)
         if not self.counting.by_samples:
@@ -57,7 +57,7 @@ class ByCountsOfEach(nn.Cell):
     def zero_sums(self):
         return ops.zeros((self.number,), ms.float32)
 
-    def add_up(self, sums, inputs, plan, seed_per_item, prepared):
+    def add_up(self, sums, inputs, plan, unit, prepared):
         """The loop over a batch's micro-batches. An inner loop runs once or not at all: see the rules at the head of
         step.py."""
         start = ms.Tensor(0, ms.int32)
@@ -68,14 +68,14 @@ class ByCountsOfEach(nn.Cell):
             part = self.zero_sums()
             belongs = items > 0
             if self.loss_is_mean:
-                seeds = seed_per_item * items
+                seeds = unit * items
                 together = belongs.all()
                 while together:
                     ran, gradients = self.micro_step.run(seeds, prepared, rows, *micro_batch)
                     part = ops.depend(ran, self.store.add(gradients))
                     together = ms.Tensor(False)
             else:
-                seeds = seed_per_item
+                seeds = unit
                 ran, gradients = self.micro_step.run(seeds, prepared, rows, *micro_batch)
                 belongs = ops.logical_or(belongs, ran == ran)
                 together = belongs.all()
@@ -93,16 +93,16 @@ class ByCountsOfEach(nn.Cell):
             start = start + rows
         return sums
 
-    def run_and_add(self, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, unit, prepared, size, *micro_batch):
         """One micro-batch, outside of a loop."""
         items = self.counting.of(*micro_batch)
         if not self.leaves_out:
-            seeds = seed_per_item * items if self.loss_is_mean else seed_per_item
+            seeds = unit * items if self.loss_is_mean else unit
             sums, gradients = self.micro_step.run(seeds, prepared, size, *micro_batch)
             sums = ops.depend(sums, self.store.add(gradients))
         elif self.loss_is_mean:
             # A mean over no items is NaN, and a zero seed times NaN is NaN: only losses with items go backward.
-            seeds, belongs = seed_per_item * items, items > 0
+            seeds, belongs = unit * items, items > 0
             if belongs.all():
                 sums, gradients = self.micro_step.run(seeds, prepared, size, *micro_batch)
                 sums = ops.depend(sums, self.store.add(gradients))
@@ -110,12 +110,12 @@ class ByCountsOfEach(nn.Cell):
                 sums = self.each_alone(belongs, seeds, *micro_batch)
         else:
             # A sum over no items is a number, unless it is such a mean times their number.
-            sums, gradients = self.micro_step.run(seed_per_item, prepared, size, *micro_batch)
+            sums, gradients = self.micro_step.run(unit, prepared, size, *micro_batch)
             belongs = ops.logical_or(items > 0, sums == sums)
             if belongs.all():
                 sums = ops.depend(sums, self.store.add(gradients))
             else:
-                sums = self.each_alone(belongs, seed_per_item, *micro_batch)
+                sums = self.each_alone(belongs, unit, *micro_batch)
         return sums
 
     def each_alone(self, belongs, seeds, *micro_batch):
@@ -128,7 +128,7 @@ class ByCountsOfEach(nn.Cell):
                 sums = sums + ops.depend(part, self.store.add(gradients))
         return sums
 
-    def reduce(self, gradients, sums, scale, seed_per_item):
+    def reduce(self, gradients, sums, scale, unit):
         if self.counting.by_samples:
             gradients = self.grad_reducer(gradients)
         else:

@@ -9,7 +9,7 @@
 
 Each kind has these methods, which are compiled:
 
-    seed_per_item       the seed of a micro-batch of one item
+    unit       the seed of a micro-batch of one item
     zero_sums           the initial value of the loop's sums
     run_and_add         forward, backward and add one micro-batch, unless it is left out
     reduce              over ranks: gradients, their divisor, the loss, whether there is an update
@@ -63,37 +63,37 @@ class BySamples(nn.Cell):
         if options.record_noise:
             self.noise = NoiseRecord(grad_reducer)
 
-    def seed_per_item(self, inputs, plan, scale):
+    def unit(self, inputs, plan, scale):
         return scale / plan[micro_batches.SAMPLES] if self.loss_is_mean else scale
 
     def items(self, size):
-        """The factor between `seed_per_item` and a micro-batch's seed."""
+        """The factor between `unit` and a micro-batch's seed."""
         return size if self.loss_is_mean else 1
 
     def zero_sums(self):
         return ms.Tensor(0.0, ms.float32)
 
-    def run(self, seed_per_item, prepared, size, *micro_batch):
+    def run(self, unit, prepared, size, *micro_batch):
         """A micro-batch's part of the sums (with outputs, a tuple that begins with it), and its gradients."""
-        part, gradients = self.micro_step.run(seed_per_item * self.items(size), prepared, size, *micro_batch)
+        part, gradients = self.micro_step.run(unit * self.items(size), prepared, size, *micro_batch)
         if self.records_noise:
-            part = ops.depend(part, self.noise.note(gradients, seed_per_item, counts.float32(size)))
+            part = ops.depend(part, self.noise.note(gradients, unit, counts.float32(size)))
         return part, gradients
 
-    def run_and_add(self, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, unit, prepared, size, *micro_batch):
         # Passed with `*` : graph mode forgets the length of a tuple of equal shapes inside an `if` on a Tensor.
-        part, gradients = self.run(seed_per_item, prepared, size, *micro_batch)
+        part, gradients = self.run(unit, prepared, size, *micro_batch)
         return ops.depend(part, self.store.add(gradients))
 
-    def own_mean(self, parts, sums, scale, seed_per_item):
+    def own_mean(self, parts, sums, scale, unit):
         """This rank's mean of the loss, or of an output of shape (), from its summed parts, without loss scale."""
         return parts / scale
 
-    def reduce(self, gradients, sums, scale, seed_per_item):
+    def reduce(self, gradients, sums, scale, unit):
         loss = sums / scale
         if not self.records_noise:
             return self.grad_reducer(gradients), scale, loss, True
-        gradients, recorded = self.noise.reduce(self.grad_reducer, gradients, seed_per_item / scale, loss)
+        gradients, recorded = self.noise.reduce(self.grad_reducer, gradients, unit / scale, loss)
         return gradients, scale, ops.depend(loss, recorded), True
 
 
@@ -130,18 +130,18 @@ class ByCounts(nn.Cell):
         self.window_count = self.reduction.window_count
         self.dropped_micro_batches = self.reduction.dropped_micro_batches
 
-    def seed_per_item(self, inputs, plan, scale):
+    def unit(self, inputs, plan, scale):
         """The loss scale over this rank's own total. Gradients and accumulators are then as small as the whole batch's,
         and overflow no earlier in low precision. `reduce` undoes this division."""
         total = self.expected(self.counting.total(inputs, plan))
         return scale / ops.select(total > 0, total, ops.ones_like(total))
 
     def expected(self, total):
-        """The total from which the seed per item is computed, this rank's own. NaN if a count is bad."""
+        """The total from which the unit is computed, this rank's own. NaN if a count is bad."""
         return self.count_for_seed(total)
 
     def count_for_seed(self, count):
-        """A count that the seed per item can be computed from, if anything is added with it."""
+        """A count that the unit can be computed from, if anything is added with it."""
         return count if self.loss_is_mean else counts.one_if_zero(count)
 
     def zero_sums(self):
@@ -152,7 +152,7 @@ class ByCounts(nn.Cell):
         step.py."""
         return self.add_up_taken(*arguments) if self.judges else self.add_up_counted(*arguments)
 
-    def add_up_counted(self, sums, inputs, plan, seed_per_item, prepared):
+    def add_up_counted(self, sums, inputs, plan, unit, prepared):
         """For micro-batches that may be left out before they run."""
         axes = plan[micro_batches.AXES]
         start = ms.Tensor(0, ms.int32)
@@ -163,14 +163,14 @@ class ByCounts(nn.Cell):
             part = self.left_out(count)
             runs = self.runs(count)
             while runs:
-                ran, gradients = self.run(seed_per_item, prepared, rows, count, *micro_batch)
-                part = self.added(seed_per_item, ran, gradients)
+                ran, gradients = self.run(unit, prepared, rows, count, *micro_batch)
+                part = self.added(unit, ran, gradients)
                 runs = ms.Tensor(False)
             sums = sums + part
             start = start + rows
         return sums
 
-    def add_up_taken(self, sums, inputs, plan, seed_per_item, prepared):
+    def add_up_taken(self, sums, inputs, plan, unit, prepared):
         """For micro-batches that may be left out after they ran too."""
         axes = plan[micro_batches.AXES]
         start = ms.Tensor(0, ms.int32)
@@ -181,36 +181,36 @@ class ByCounts(nn.Cell):
             part = self.left_out(count)
             runs = self.runs(count)
             while runs:
-                ran, gradients = self.run(seed_per_item, prepared, rows, count, *micro_batch)
+                ran, gradients = self.run(unit, prepared, rows, count, *micro_batch)
                 part = self.rejected(ran)
                 takes = self.takes(ran, gradients)
                 while takes:
-                    part = self.added(seed_per_item, ran, gradients)
+                    part = self.added(unit, ran, gradients)
                     takes = ms.Tensor(False)
                 runs = ms.Tensor(False)
             sums = sums + part
             start = start + rows
         return sums
 
-    def run_and_add(self, seed_per_item, prepared, size, *micro_batch):
+    def run_and_add(self, unit, prepared, size, *micro_batch):
         """One micro-batch, outside of a loop."""
         count = self.count_before(micro_batch)
         part = self.left_out(count)
         if not self.may_not_run or self.runs(count):
-            part = self.run_and_judge(seed_per_item, prepared, size, count, *micro_batch)
+            part = self.run_and_judge(unit, prepared, size, count, *micro_batch)
         return part
 
-    def run_and_judge(self, seed_per_item, prepared, size, count, *micro_batch):
-        ran, gradients = self.run(seed_per_item, prepared, size, count, *micro_batch)
+    def run_and_judge(self, unit, prepared, size, count, *micro_batch):
+        ran, gradients = self.run(unit, prepared, size, count, *micro_batch)
         if not self.judges:
-            return self.added(seed_per_item, ran, gradients)
-        return self.judged(seed_per_item, ran, *gradients)
+            return self.added(unit, ran, gradients)
+        return self.judged(unit, ran, *gradients)
 
-    def judged(self, seed_per_item, ran, *gradients):
+    def judged(self, unit, ran, *gradients):
         """Adds a micro-batch that ran, unless it is left out."""
         part = self.rejected(ran)
         if self.takes(ran, gradients):
-            part = self.added(seed_per_item, ran, gradients)
+            part = self.added(unit, ran, gradients)
         return part
 
     def count_before(self, micro_batch):
@@ -221,9 +221,9 @@ class ByCounts(nn.Cell):
         """Whether a micro-batch runs. A mean over no items is NaN, and so is its gradient."""
         return count > 0 if self.may_not_run else ms.Tensor(True)
 
-    def run(self, seed_per_item, prepared, size, count, *micro_batch):
+    def run(self, unit, prepared, size, count, *micro_batch):
         """Returns ``(the seeded loss, the count)`` , and the gradients."""
-        seed = seed_per_item * count if self.loss_is_mean else seed_per_item
+        seed = unit * count if self.loss_is_mean else unit
         seeded_loss, gradients = self.micro_step.run(seed, prepared, size, *micro_batch)
         return (seeded_loss, count), gradients
 
@@ -250,24 +250,24 @@ class ByCounts(nn.Cell):
         sums = self.left_out(ran[1])
         return ops.select(self.belongs(ran), ms.Tensor([0.0, 0.0, 1.0], ms.float32), sums) if self.drops else sums
 
-    def added(self, seed_per_item, ran, gradients):
+    def added(self, unit, ran, gradients):
         count = ran[1]
         sums = ops.stack((ran[0], count, ops.zeros_like(count)))
         if self.records_noise:
-            sums = ops.depend(sums, self.noise.note(gradients, seed_per_item, count))
+            sums = ops.depend(sums, self.noise.note(gradients, unit, count))
         return ops.depend(sums, self.store.add(gradients))
 
-    def own_mean(self, parts, sums, scale, seed_per_item):
+    def own_mean(self, parts, sums, scale, unit):
         """This rank's mean of the loss, or of an output of shape (), from its summed parts, without loss scale."""
         count = counts.at_least(ops.unstack(sums)[COUNT], self.min_count)
-        return counts.ratio_or_zero(parts, seed_per_item * count if self.is_mean else seed_per_item)
+        return counts.ratio_or_zero(parts, unit * count if self.is_mean else unit)
 
     def counted(self, sums, total):
         """The count of one batch of several; `total` was counted before the batch ran."""
         return total
 
-    def reduce(self, gradients, sums, scale, seed_per_item):
-        return self.reduction(gradients, sums, seed_per_item, scale)
+    def reduce(self, gradients, sums, scale, unit):
+        return self.reduction(gradients, sums, unit, scale)
 
 
 class ByCountsWithOutputs(ByCounts):
@@ -281,21 +281,18 @@ class ByCountsWithOutputs(ByCounts):
         self.ratio = parts.options.returns_ratio
         self.aux = parts.options.aux
 
-    def run_and_add(self, seed_per_item, prepared, size, *micro_batch):
-        ran, gradients = self.run(seed_per_item, prepared, size, self.count_before(micro_batch), *micro_batch)
-        if not self.judges:
-            part = self.added(seed_per_item, ran, gradients)
-        else:
-            part = self.judged(seed_per_item, ran, *gradients)
+    def run_and_add(self, unit, prepared, size, *micro_batch):
+        ran, gradients = self.run(unit, prepared, size, self.count_before(micro_batch), *micro_batch)
+        part = self.added(unit, ran, gradients) if not self.judges else self.judged(unit, ran, *gradients)
         return self.with_outputs(part, ran) if self.aux else part
 
     def count_before(self, micro_batch):
         """Zero if the network counts."""
         return ms.Tensor(0.0, ms.float32) if self.ratio else self.counting.of(*micro_batch)
 
-    def run(self, seed_per_item, prepared, size, count, *micro_batch):
+    def run(self, unit, prepared, size, count, *micro_batch):
         """Returns ``(the seeded loss, the count, outputs)`` , and the gradients."""
-        seed = seed_per_item * count if self.loss_is_mean else seed_per_item
+        seed = unit * count if self.loss_is_mean else unit
         outputs, gradients = self.micro_step.run(seed, prepared, size, *micro_batch)
         if self.ratio:
             return outputs, gradients

@@ -114,21 +114,21 @@ class Window(nn.Cell):
         divisor; the loss; whether anything was counted), and the outputs beside the loss."""
         plan = self.plan(inputs)
         size = plan[micro_batches.SIZE]
-        seed_per_item = self.weighing.seed_per_item(inputs, plan, scale)
+        unit = self.weighing.unit(inputs, plan, scale)
         if plan[micro_batches.WHOLE] and not self.may_skip:
-            return self._run_whole(inputs, size, scale, seed_per_item)
-        sums, outputs = self.accumulate(inputs, plan, scale, seed_per_item)
-        return self.finish(sums, seed_per_item, scale), outputs
+            return self._run_whole(inputs, size, scale, unit)
+        sums, outputs = self.accumulate(inputs, plan, scale, unit)
+        return self.finish(sums, unit, scale), outputs
 
-    def _run_whole(self, inputs, size, scale, seed_per_item):
+    def _run_whole(self, inputs, size, scale, unit):
         """`run` for a batch that is one micro-batch, whose gradients need no accumulators. A method, because the
         compiler looks up a method's attributes before it runs any of it, and `plan` must come first."""
-        sums, gradients = self.weighing_of_loop.run(seed_per_item, (), size, *inputs)
+        sums, gradients = self.weighing_of_loop.run(unit, (), size, *inputs)
         outputs = ()
         if self.has_outputs:
-            outputs = self.means(sums[1:], sums[0], scale, seed_per_item)
+            outputs = self.means(sums[1:], sums[0], scale, unit)
             sums = sums[0]
-        return self.weighing.reduce(gradients, sums, scale, seed_per_item), outputs
+        return self.weighing.reduce(gradients, sums, scale, unit), outputs
 
     def plan(self, inputs):
         """Where the batch is cut."""
@@ -136,24 +136,24 @@ class Window(nn.Cell):
         size, number = self.micro_batch_size, self.micro_size
         return micro_batches.graph_plan(inputs, number, size, self.shared, self.axis, self.least())
 
-    def finish(self, sums, seed_per_item, scale):
+    def finish(self, sums, unit, scale):
         """The end of `run` , after `accumulate` ."""
-        return self.weighing.reduce(self.store.read(sums), sums, scale, seed_per_item)
+        return self.weighing.reduce(self.store.read(sums), sums, scale, unit)
 
     def add_batch(self, inputs, scale):
         """Forward, backward and add for one batch of several; returns its mean loss on this rank, and its outputs."""
         plan = self.plan(inputs)
         total = self.weighing.counting.total(inputs, plan)
         expected = self.weighing.expected(total)
-        seed_per_item = self.open.begin_batch(scale, expected)
+        unit = self.open.begin_batch(scale, expected)
         sums = self.weighing.zero_sums()
         outputs = ()
         if self.weighing.weighs_samples or self.weighing.runs_all:
-            sums, outputs = self.accumulate(inputs, plan, scale, seed_per_item)
+            sums, outputs = self.accumulate(inputs, plan, scale, unit)
         elif expected >= 0:  # a bad count is NaN here, and its batch is left out
-            sums = self.accumulate(inputs, plan, scale, seed_per_item)[0]
+            sums = self.accumulate(inputs, plan, scale, unit)[0]
         ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
-        loss = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, seed_per_item)
+        loss = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, unit)
         return ops.depend(loss, ended), outputs
 
     def add_micro_batch(self, sums, times, micro_batch, scale):
@@ -162,39 +162,39 @@ class Window(nn.Cell):
         then its items. Returns the new `sums` , the batch's mean loss so far, and the outputs."""
         count = self.weighing.counting.of(*micro_batch)
         expected = self.weighing.count_for_seed(count) * times
-        seed_per_item = self.open.seed_of_window(scale, expected, self.open.window_steps + 0)
-        seed_per_item = ops.depend(seed_per_item, ops.assign(self.open.window_unit, seed_per_item))
+        unit = self.open.seed_of_window(scale, expected, self.open.window_steps + 0)
+        unit = ops.depend(unit, ops.assign(self.open.window_unit, unit))
         rows = micro_batch[0].shape[0] if micro_batch[0].ndim > 0 else 1
-        part = self.weighing_of_loop.run_and_add(seed_per_item, (), rows, *micro_batch)
+        part = self.weighing_of_loop.run_and_add(unit, (), rows, *micro_batch)
         outputs = ()
         if self.has_outputs:
             outputs = part[1:]
             part = part[0]
         items = self.weighing.counted(part, count).reshape((1,))
         sums = self.open.after_micro_batch(sums + ops.concat((part, items)))
-        mean = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums[:SUMS], scale, seed_per_item)
+        mean = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums[:SUMS], scale, unit)
         return (sums, mean, *outputs)
 
-    def accumulate(self, inputs, plan, scale, seed_per_item):
+    def accumulate(self, inputs, plan, scale, unit):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
             weighings = self.weighing_of_first, self.weighing_of_loop, self.weighing_of_rest
-            sums, outputs = micro_batches.add_up_and_join(*weighings, inputs, plan, seed_per_item, ())
-            return sums, self.means(outputs, sums, scale, seed_per_item)
-        sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), seed_per_item, inputs, plan)
+            sums, outputs = micro_batches.add_up_and_join(*weighings, inputs, plan, unit, ())
+            return sums, self.means(outputs, sums, scale, unit)
+        sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
         loops = not self.weighing.leaves_out
         if self.weighing.leaves_out:
-            sums = self.weighing_of_loop.add_up(sums, inputs, plan, seed_per_item, prepared)
+            sums = self.weighing_of_loop.add_up(sums, inputs, plan, unit, prepared)
         part_of, part_of_last = self.weighing_of_loop.run_and_add, self.weighing_of_rest.run_and_add
-        return micro_batches.add_up(part_of, part_of_last, sums, inputs, plan, loops, seed_per_item, prepared), ()
+        return micro_batches.add_up(part_of, part_of_last, sums, inputs, plan, loops, unit, prepared), ()
 
-    def means(self, outputs, sums, scale, seed_per_item):
+    def means(self, outputs, sums, scale, unit):
         """The outputs; those of shape () are divided as this rank's loss is."""
         result: tuple = ()
         for index in range(len(outputs)):
             output = outputs[index]
             if output.ndim == 0:
-                output = self.weighing.own_mean(output, sums, scale, seed_per_item)
+                output = self.weighing.own_mean(output, sums, scale, unit)
             result = (*result, output)
         return result
 

@@ -58,7 +58,7 @@ class LaidSums(nn.Cell):
 
     def __init__(self, batch_sums: nn.Cell, laid: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
-        self.batch_sums, self.laid, self.seed_per_item_of = batch_sums, laid, batch_sums.seed_per_item_of
+        self.batch_sums, self.laid, self.unit_of = batch_sums, laid, batch_sums.unit_of
 
     def construct(self, *inputs):
         return self.batch_sums(*self.laid(*inputs))

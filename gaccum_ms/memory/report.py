@@ -15,12 +15,11 @@ from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checks.arguments import batch_shapes, check_optimizer, check_positive_int
 from gaccum_ms.distributed.layout import rank_and_ranks
-from gaccum_ms.distributed.ranks import check_parallel_mode
+from gaccum_ms.distributed.ranks import check_parallel_mode, compiler_distributes
 from gaccum_ms.memory.forecast import Forecast
 from gaccum_ms.memory.trial import MakeStep, bytes_of, state_of
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.rules import REPORT, TRIAL, Setup
-from gaccum_ms.semi_auto.modes import compiler_distributes
 from gaccum_ms.splitting.even_split import plan_split
 
 _NAME = "memory_report"

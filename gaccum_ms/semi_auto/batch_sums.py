@@ -84,7 +84,7 @@ class Numerators(nn.Cell):
         self.share = 1.0 / (options.micro_size or 1) if self.loss_is_mean else 1.0
         self.aux = options.aux
 
-    def seed_per_item(self, samples: int) -> float:
+    def unit(self, samples: int) -> float:
         """What backward's seed is multiplied by. Python calls it when a graph is compiled, for a batch of so many
         samples."""
         return self.share
@@ -117,7 +117,7 @@ class Numerators(nn.Cell):
         loss = ops.cast(loss, ms.float32) if self.per_sample else float32_loss(loss)
         return times(factor, loss), scalars, outputs
 
-    def finished(self, numerators, totals, seed_per_item, scale):
+    def finished(self, numerators, totals, unit, scale):
         """From the batch's sums: the gradients' divisor, the loss with the outputs of shape (), and whether anything
         was counted."""
         return scale, each(ops.partial(times, self.share), numerators), True
@@ -140,7 +140,7 @@ class Fraction(Numerators):
         self.batch_counts = 0 if self.counts_micro_batches or self.counts_samples else 1
         self.of_one_item: float | None = None
 
-    def seed_per_item(self, samples: int) -> float:
+    def unit(self, samples: int) -> float:
         """As large as a mean's factor of one sample. It is the same in all graphs of a step, whose batches may share an
         update."""
         self.of_one_item = self.of_one_item or 1.0 / samples
@@ -167,11 +167,11 @@ class Fraction(Numerators):
         divisor = ops.ones_like(total) if self.is_plain_sum else ops.select(counted, total, 1.0)
         return each(ops.partial(quotient_or_zero, counted, divisor), numerators), divisor, counted
 
-    def finished(self, numerators, totals, seed_per_item, scale):
+    def finished(self, numerators, totals, unit, scale):
         total = ops.depend(totals[0], ops.assign(self.window_count, totals[0]))
         means, divisor, counted = self.divided(numerators, total)
         # If a micro-batch counts nothing, its mean and thus the loss are NaN.
-        return divisor * seed_per_item * scale, means, ops.logical_and(counted, ops.isfinite(means[0]))
+        return divisor * unit * scale, means, ops.logical_and(counted, ops.isfinite(means[0]))
 
 
 class Ratio(Fraction):
@@ -243,7 +243,7 @@ class WeightedLosses(nn.Cell):
         self.loss_terms = record("loss_terms", (self.number,))
         self.counts = nn.CellList([counts.count_cell(count) for count in options.counts], auto_prefix=False)
 
-    def seed_per_item(self, samples: int) -> float:
+    def unit(self, samples: int) -> float:
         """Each loss is divided before its backward."""
         return 1.0
 
@@ -277,7 +277,7 @@ class WeightedLosses(nn.Cell):
         outputs = outputs if isinstance(outputs, tuple) else tuple(outputs)  # the passes know no list
         return self.weighted_sum(outputs, factors), without_gradient(losses), ()
 
-    def finished(self, numerators, totals, seed_per_item, scale):
+    def finished(self, numerators, totals, unit, scale):
         totals = stack(totals)
         terms = stack(numerators[1:]) / ops.maximum(totals, self.least)
         loss = ops.depend(numerators[0], (ops.assign(self.loss_terms, terms), ops.assign(self.window_count, totals)))
@@ -303,7 +303,7 @@ class BatchSums(nn.Cell):
         super().__init__(auto_prefix=False)
         self.parts = parts_of(setup, spans_batches)
         self.returns_outputs = self.parts.aux and stages() == 1
-        self.seed_per_item_of = ops.constexpr(self.parts.seed_per_item)
+        self.unit_of = ops.constexpr(self.parts.unit)
         self.micro_size = setup.options.micro_size or 1
         self.micro_batches = MicroBatches(self.micro_size, setup.options.shared)
         # The passes know by them where a micro-batch's forward ends.

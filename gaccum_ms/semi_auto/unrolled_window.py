@@ -115,18 +115,18 @@ class UnrolledWindow(nn.Cell):
 
     def run(self, inputs, scale):
         """As `Window.run` ."""
-        seed_per_item = self.batch_sums.seed_per_item_of(inputs[0].shape[0])
-        numerators, totals, outputs, gradients = self.backwards(inputs, scale * seed_per_item)
+        unit = self.batch_sums.unit_of(inputs[0].shape[0])
+        numerators, totals, outputs, gradients = self.backwards(inputs, scale * unit)
         gradients = self.reduced(gradients)
-        divisor, means, counted = self.parts.finished(numerators, totals, seed_per_item, scale)
+        divisor, means, counted = self.parts.finished(numerators, totals, unit, scale)
         loss = self.with_noted_gradient(means[0], gradients) if self.notes_gradient else means[0]
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
         return (gradients, divisor, loss, counted), outputs
 
     def add_batch(self, inputs):
         """Forward, backward and add for a batch that does not end its window; returns its mean loss, and outputs."""
-        seed_per_item = self.batch_sums.seed_per_item_of(inputs[0].shape[0])
-        numerators, totals, outputs, gradients = self.backwards(inputs, (self.open.window_unit + 0.0) * seed_per_item)
+        unit = self.batch_sums.unit_of(inputs[0].shape[0])
+        numerators, totals, outputs, gradients = self.backwards(inputs, (self.open.window_unit + 0.0) * unit)
         loss, items = numerators[0], totals[0]
         sums = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))  # in the order of sums.py
         added = ops.assign_add(self.open.window_sums, ops.depend(sums, self.store.read(gradients)))
@@ -140,8 +140,8 @@ class UnrolledWindow(nn.Cell):
     def end_batches(self, inputs):
         """The same for the window's last batch. Returns what `run` does for the window, its loss, and outputs."""
         weight, scale = self.batch_weight + 0.0, self.open.window_unit + 0.0
-        seed_per_item = self.batch_sums.seed_per_item_of(inputs[0].shape[0])
-        numerators, totals, outputs, gradients = self.backwards(inputs, scale * weight * seed_per_item)
+        unit = self.batch_sums.unit_of(inputs[0].shape[0])
+        numerators, totals, outputs, gradients = self.backwards(inputs, scale * weight * unit)
         gradients = self.reduced(gradients)
         means, _, _ = self.parts.divided(numerators, totals[0])
         sums = unstack(self.open.window_sums + 0.0)
@@ -149,7 +149,7 @@ class UnrolledWindow(nn.Cell):
         loss = ops.depend(loss, ops.assign(self.open.window_batches, sums[BATCHES] + weight))
         numerators = (sums[LOSS] + numerators[0] * weight,)
         totals = (sums[COUNT] + totals[0] * weight,)
-        divisor, means_of_window, counted = self.parts.finished(numerators, totals, seed_per_item, scale)
+        divisor, means_of_window, counted = self.parts.finished(numerators, totals, unit, scale)
         of_loss = ops.depend(means_of_window[0], loss)
         of_loss = self.with_noted_gradient(of_loss, gradients) if self.notes_gradient else of_loss
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]

@@ -32,8 +32,8 @@ class BatchReduction(CountedReduction):
         """The gradients of a batch, as its window adds them."""
         return self.map(ops.partial(scale_by, weight), gradients)
 
-    def construct(self, gradients, sums, seed_per_item, scale):
-        gradients, divisor, loss, counted = super().construct(gradients, sums, seed_per_item, scale)
+    def construct(self, gradients, sums, unit, scale):
+        gradients, divisor, loss, counted = super().construct(gradients, sums, unit, scale)
         if self.summed_ranks != 1.0:
             divisor = ops.select(self.window_rule == COUNTS, divisor, divisor / self.summed_ranks)
         if self.may_stay_sum:

@@ -458,8 +458,8 @@ class GradAccumulator(nn.Cell):
         added_count = ops.zeros_like(items)
         dropped = ops.zeros_like(items)
         # A sum over no items is a number, and belongs in; a mean over none does not.
-        seed_per_item = self.window.begin_batch(scale, items if self.loss_is_mean else counts.one_if_zero(items))
-        weight = seed_per_item / scale  # the gradients contain the scale
+        unit = self.window.begin_batch(scale, items if self.loss_is_mean else counts.one_if_zero(items))
+        weight = unit / scale  # the gradients contain the scale
         if self.loss_is_mean:
             weight = weight * items
         # Before the branch: within it, a graph reads some views at a wrong address (see graphs.py).

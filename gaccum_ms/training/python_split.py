@@ -178,9 +178,9 @@ class PythonSplit(Runner):
         """One output, joined over all micro-batches: the mean of outputs of shape (); others are concatenated, or put
         into the batch's order by `split` ."""
         if outputs[0].ndim == 0:
-            seed_per_item = self._parts.window.open.window_unit + 0.0
+            unit = self._parts.window.open.window_unit + 0.0
             scale = self._parts.update.scale()
-            return self._parts.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, seed_per_item)
+            return self._parts.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, unit)
         if not self.split.joins:
             return outputs[0]
         arrays = [output.asnumpy() for output in outputs]
@@ -192,7 +192,7 @@ class PythonSplit(Runner):
 
     def _times(self, micro_batches: Sequence[tuple[ms.Tensor, ...]]) -> list[float]:
         """For each micro-batch, the expected ratio of the batch's count to its own. The first micro-batch that counts
-        anything sets the seed per item."""
+        anything sets the unit."""
         if not self._by_samples:
             return [float(len(micro_batches))] * len(micro_batches)
         samples = [micro_batch[0].shape[0] for micro_batch in micro_batches]

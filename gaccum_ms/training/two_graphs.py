@@ -17,7 +17,7 @@ from gaccum_ms.training.runner import Batch, Runner
 
 
 class AddBatch(OfWindow):
-    """Adds a batch, on this rank alone. Returns the loss, or the sums and their seed per item; the outputs; the loss
+    """Adds a batch, on this rank alone. Returns the loss, or the sums and their unit; the outputs; the loss
     scale."""
 
     def construct(self, *inputs):
@@ -27,16 +27,16 @@ class AddBatch(OfWindow):
             loss, outputs = self.window.add_batch(inputs, scale)
             return (loss, *outputs, scale)
         plan = self.window.plan(inputs)
-        seed_per_item = self.window.weighing.seed_per_item(inputs, plan, scale)
-        sums, outputs = self.window.accumulate(inputs, plan, scale, seed_per_item)
-        return (sums, seed_per_item, *outputs, scale)
+        unit = self.window.weighing.unit(inputs, plan, scale)
+        sums, outputs = self.window.accumulate(inputs, plan, scale, unit)
+        return (sums, unit, *outputs, scale)
 
 
 class EndBatch(OfWindow):
     """Updates after a batch, if each batch is a window. Returns the loss, and whether the window overflowed."""
 
-    def construct(self, sums, seed_per_item, scale):
-        return self.update(*self.window.finish(sums, seed_per_item, scale))
+    def construct(self, sums, unit, scale):
+        return self.update(*self.window.finish(sums, unit, scale))
 
 
 class TwoGraphs(Runner):
@@ -80,8 +80,8 @@ class TwoGraphs(Runner):
         """Finish a batch; if its window ends, update on all ranks. Returns what the step returns."""
         parts = self._parts
         if parts.end_window is None:
-            sums, seed_per_item, *outputs, scale = added
-            loss, overflow = self._end.run_alone(sums, seed_per_item, scale)
+            sums, unit, *outputs, scale = added
+            loss, overflow = self._end.run_alone(sums, unit, scale)
         else:
             loss, *outputs, scale = added
             is_full = parts.window.open.is_full

@@ -101,8 +101,8 @@ def test_records_with_low_precision_accumulators(pynative):
 
 
 class Unsized(NoiseRecord):
-    def note(self, gradients, seed_per_item, items):
-        return super().note(gradients, seed_per_item, ms.Tensor(1.0, ms.float32))
+    def note(self, gradients, unit, items):
+        return super().note(gradients, unit, ms.Tensor(1.0, ms.float32))
 
 
 class ForgetsTheSize(BySamples):
@@ -116,9 +116,9 @@ class ForgetsTheSize(BySamples):
 class NotesTheWholeBatch(BySamples):
     """Notes the whole batch too, after the loop."""
 
-    def reduce(self, gradients, sums, scale, seed_per_item):
-        noted = self.noise.note(gradients, ops.depend(seed_per_item, sums), ms.Tensor(12.0, ms.float32))
-        return super().reduce(gradients, ops.depend(sums, noted), scale, seed_per_item)
+    def reduce(self, gradients, sums, scale, unit):
+        noted = self.noise.note(gradients, ops.depend(unit, sums), ms.Tensor(12.0, ms.float32))
+        return super().reduce(gradients, ops.depend(sums, noted), scale, unit)
 
 
 @pytest.mark.parametrize("weighing", [ForgetsTheSize, NotesTheWholeBatch])

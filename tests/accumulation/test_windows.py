@@ -242,8 +242,8 @@ def test_negative_control_a_broken_window_is_caught(broken, mode):
 class MeanOfMeans(ByCounts):
     """Weights all micro-batches equally, independent of their samples."""
 
-    def run(self, seed_per_item, prepared, size, count, *micro_batch):
-        seeded_loss, gradients = self.micro_step.run(seed_per_item * 4, prepared, size, *micro_batch)
+    def run(self, unit, prepared, size, count, *micro_batch):
+        seeded_loss, gradients = self.micro_step.run(unit * 4, prepared, size, *micro_batch)
         return (seeded_loss, count), gradients
 
 

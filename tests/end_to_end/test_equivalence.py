@@ -118,8 +118,8 @@ class FactorK(BySamples):
 
 
 class LastMicroBatchOnly(BySamples):
-    def run_and_add(self, seed_per_item, prepared, size, *micro_batch):
-        return super().run_and_add(self.store.reset(seed_per_item), prepared, size, *micro_batch)
+    def run_and_add(self, unit, prepared, size, *micro_batch):
+        return super().run_and_add(self.store.reset(unit), prepared, size, *micro_batch)
 
 
 class NeverReset(Window):

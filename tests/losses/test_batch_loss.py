@@ -173,8 +173,8 @@ class LossOfEachMicroBatch(OneLoss):
 
 
 class SecondPassOfTheLastAlone(BySamples):
-    def run_and_add(self, seed_per_item, prepared, size, *part):
-        return super().run_and_add(self.store.reset(seed_per_item), prepared, size, *part)
+    def run_and_add(self, unit, prepared, size, *part):
+        return super().run_and_add(self.store.reset(unit), prepared, size, *part)
 
 
 class OtherOrder(TwoPasses):
@@ -188,14 +188,14 @@ class OtherOrder(TwoPasses):
 
 
 class SlopesOfOthers(TwoPasses):
-    def slopes(self, seed_per_item, representations):
-        loss, slopes, loss_slopes = super().slopes(seed_per_item, representations)
+    def slopes(self, unit, representations):
+        loss, slopes, loss_slopes = super().slopes(unit, representations)
         return loss, [ops.flip(one, (0,)) for one in slopes], loss_slopes
 
 
 class LossesOwnWeightsLeftOut(TwoPasses):
-    def slopes(self, seed_per_item, representations):
-        loss, slopes, loss_slopes = super().slopes(seed_per_item, representations)
+    def slopes(self, unit, representations):
+        loss, slopes, loss_slopes = super().slopes(unit, representations)
         return loss, slopes, [one * 0 for one in loss_slopes]
 
 

@@ -207,8 +207,8 @@ def test_what_is_no_loss_is_refused(kind, pynative):
 
 
 class MeanOfMeans(ByCounts):
-    def run(self, seed_per_item, prepared, size, count, *micro_batch):
-        seeded_loss, gradients = self.micro_step.run(seed_per_item * 3.5 / 2, prepared, size, *micro_batch)
+    def run(self, unit, prepared, size, count, *micro_batch):
+        seeded_loss, gradients = self.micro_step.run(unit * 3.5 / 2, prepared, size, *micro_batch)
         return (seeded_loss, count), gradients
 
 

@@ -36,11 +36,11 @@ PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
 class ReducesEachMicroBatch(BySamples):
     """Negative control for the number of collectives: the result is right, but each micro-batch is reduced."""
 
-    def run(self, noted, seed_per_item, prepared, size, *micro_batch):
-        part, gradients = super().run(noted, seed_per_item, prepared, size, *micro_batch)
+    def run(self, noted, unit, prepared, size, *micro_batch):
+        part, gradients = super().run(noted, unit, prepared, size, *micro_batch)
         return part, self.grad_reducer(gradients)
 
-    def reduce(self, gradients, sums, scale, seed_per_item):
+    def reduce(self, gradients, sums, scale, unit):
         return gradients, scale, sums / scale, True
 
 

@@ -182,8 +182,8 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
 class ReducesEachBatch(Window):
     """Negative control for the number of collectives: it adds up right, but reduces too early."""
 
-    def accumulate(self, inputs, plan, scale, seed_per_item):
-        sums, outputs = super().accumulate(inputs, plan, scale, seed_per_item)
+    def accumulate(self, inputs, plan, scale, unit):
+        sums, outputs = super().accumulate(inputs, plan, scale, unit)
         reduced = self.weighing.reduction.sum_over_ranks(self.store.read(sums), sums)
         return ops.depend(sums, reduced), outputs
 

@@ -272,11 +272,11 @@ def test_jit_compiles_the_step_once_by_graph_modes_path(pynative):
 class Unrolled(Window):
     """Negative control: the loop in Python, as graph mode unrolls it."""
 
-    def accumulate(self, inputs, plan, scale, seed_per_item):
+    def accumulate(self, inputs, plan, scale, unit):
         sums = self.weighing.zero_sums()
         for start in range(0, 18, 18 // self.micro_size):
             part = [value[start : start + 18 // self.micro_size] for value in inputs]
-            sums = sums + self.weighing.run_and_add(False, seed_per_item, (), 18 // self.micro_size, *part)
+            sums = sums + self.weighing.run_and_add(False, unit, (), 18 // self.micro_size, *part)
         return sums, ()
 
 
