@@ -494,8 +494,8 @@ FAULTS = [
     Fault(
         "representations come in another order",
         "accumulation/grad_cache.py",
-        "ops.concat((rows_before[rows:], new[index]))",
-        "ops.concat((new[index], rows_before[rows:]))",
+        "ops.concat((before[rows:], new[index]))",
+        "ops.concat((new[index], before[rows:]))",
         "losses/test_batch_loss.py -k test_equals_the_whole_batch",
     ),
     Fault(

@@ -9,7 +9,8 @@ from gaccum_ms.auditing.measure import Recorder, measured, rounding
 from gaccum_ms.auditing.report import AuditReport, judged
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.cell import GradAccumulationCell, cell_with_loss
-from gaccum_ms.checks.arguments import batch_shapes, check_is_optimizer
+from gaccum_ms.checks.arguments import check_is_optimizer
+from gaccum_ms.checks.batches import batch_shapes
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.rules import AUDIT, Setup
 from gaccum_ms.splitting.even_split import plan_split

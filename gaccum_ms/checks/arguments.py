@@ -112,26 +112,16 @@ def described(value: Any) -> str:
     return f"{text if len(text) < 80 else text[:77] + '...'} of type '{type(value).__name__}'"
 
 
-def batch_shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:
-    """The shapes of a batch's inputs; a TypeError for an input that cannot be split."""
-    for position, value in enumerate(inputs):
-        if _is_text(value):
-            raise TypeError(
-                f"For 'GradAccumulationCell', every input must be a Tensor of numbers, but input {position} got "
-                f"{described(value)}. Encode strings as numbers in the data set, or leave their column out."
-            )
-        if not isinstance(value, ms.Tensor):
-            raise TypeError(
-                f"For 'GradAccumulationCell', every input must be a Tensor, but input {position} got "
-                f"{described(value)}. Give the Tensors of a tuple, list or dict as inputs of their own, and make a "
-                f"Tensor of anything else. It has an entry for each sample, or split=EvenSplit(shared=({position},)) "
-                f"gives it whole to each micro-batch."
-            )
-    return [value.shape for value in inputs]
-
-
-def _is_text(value: Any) -> bool:
-    """Whether `value` is a string, or an array of strings, as data sets return them."""
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "SU"
-    return isinstance(value, str) or (isinstance(value, ms.Tensor) and value.dtype == ms.string)
+def checked_widths(widths: Any, max_tokens: int | None) -> tuple[int, ...]:
+    if not isinstance(widths, (tuple, list)) or not all(type(width) is int for width in widths):
+        raise TypeError(
+            f"For 'MaxTokens', the argument 'widths' must be an int, the largest number of widths, or the widths, a "
+            f"list of ints, but got {widths!r}."
+        )
+    is_sorted = bool(widths) and list(widths) == sorted(set(widths)) and widths[0] >= 1
+    if not is_sorted or (max_tokens is not None and widths[-1] > max_tokens):
+        bound = "on" if max_tokens is None else f"to max_tokens={max_tokens}"
+        raise ValueError(
+            f"For 'MaxTokens', the argument 'widths' must be ascending, from 1 {bound}, but got {list(widths)}."
+        )
+    return tuple(widths)

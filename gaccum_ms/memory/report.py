@@ -13,7 +13,8 @@ from mindspore import nn
 
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.checks.arguments import batch_shapes, check_optimizer, check_positive_int
+from gaccum_ms.checks.arguments import check_optimizer, check_positive_int
+from gaccum_ms.checks.batches import batch_shapes
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.distributed.ranks import check_parallel_mode, compiler_distributes
 from gaccum_ms.memory.forecast import Forecast

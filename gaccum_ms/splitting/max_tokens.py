@@ -9,15 +9,16 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
-from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.checks.arguments import check_positive_int, checked_widths
+from gaccum_ms.checks.batches import checked_arrays, whole_numbers
 from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of
 from gaccum_ms.splitting.splitter import MicroBatches, Splitter
-from gaccum_ms.splitting.token_checks import NAME as _NAME
-from gaccum_ms.splitting.token_checks import checked_arrays, checked_widths, whole_numbers
 from gaccum_ms.splitting.token_plan import NOBODY, plan_tokens
 from gaccum_ms.splitting.token_rows import Rows, axes_of
 from gaccum_ms.splitting.widths import best_widths
 from gaccum_ms.splitting.worst_case import WorstCase
+
+_NAME = "MaxTokens"
 
 
 class MaxTokens(Splitter):

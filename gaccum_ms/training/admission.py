@@ -1,18 +1,18 @@
-"""Checks of the arguments of a step or an accumulator: one clear error, or a warning, before anything changes."""
+"""Checks before a step or an accumulator trains: one clear error, or a warning, before anything changes."""
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms.backend import graphs
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
+from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.checks.arguments import check_is_optimizer, check_optimizer, described
+from gaccum_ms.checks.arguments import check_is_optimizer, check_optimizer
 from gaccum_ms.cpu.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.distributed.ranks import check_parallel_mode, refuse_hooked_weights
 from gaccum_ms.distributed.stages import stages
@@ -56,41 +56,44 @@ def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:
     return weights
 
 
-def check_gradients(gradients: Any, weights: Sequence[ms.Parameter]) -> None:
-    if not isinstance(gradients, (tuple, list)) or not all(isinstance(gradient, ms.Tensor) for gradient in gradients):
-        raise TypeError(
-            f"For 'GradAccumulator', 'gradients' must be a tuple of Tensors, but got {described(gradients)}."
-        )
-    shapes, wanted = [gradient.shape for gradient in gradients], [weight.shape for weight in weights]
-    if shapes != wanted:
-        raise ValueError(
-            f"For 'GradAccumulator', 'gradients' must have the number and shapes of the optimizer's parameters, "
-            f"{wanted}, but got {shapes}. Differentiate with respect to 'optimizer.parameters'."
-        )
+# -- loops of the user's -----------------------------------------------------------------------------------------------
 
 
-def checked_count(count: Any) -> ms.Tensor:
-    """The count as a Tensor: each Python number would compile another graph."""
-    value: Any = count.asnumpy()[()] if isinstance(count, ms.Tensor) and count.shape == () else count
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's numbers too, but not its bool
-        raise TypeError(
-            f"For 'GradAccumulator', 'count' must be a number or a Tensor of shape (), but got {described(count)}."
-        )
-    number = float(value)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(
-            f"For 'GradAccumulator', 'count' must be finite and not negative, but got {value}. Nothing was added."
-        )
-    return ms.Tensor(number, ms.float32)
+class Scaling:
+    """Whether losses are multiplied by the loss scale. It is a separate object, so that the accumulator does not refer
+    to itself: when such a cell is garbage-collected, MindSpore compiles another cell's graph a second time."""
+
+    def __init__(self, needed: bool) -> None:
+        self.missing = needed
+
+    def note(self) -> None:
+        self.missing = False
+
+    def check(self) -> None:
+        if self.missing:
+            raise RuntimeError(
+                "For 'GradAccumulator', losses must be multiplied by the loss scale before they are differentiated, "
+                "because 'scale_sense' was given and gradients are divided by it, but neither 'scale' was called nor "
+                "'scale_sense' read. Nothing was added. Differentiate accumulator.scale(loss), or leave 'scale_sense' "
+                "out."
+            )
 
 
-def checked_loss(loss: Any) -> ms.Tensor:
-    """A batch's loss as a Tensor, for the same reason."""
-    if isinstance(loss, ms.Tensor) and loss.size == 1 and loss.is_floating_point():
-        return loss
-    if isinstance(loss, bool) or not isinstance(loss, numbers.Real):
-        raise TypeError(
-            f"For 'GradAccumulator', 'loss' must be a number or a Tensor with one, the batch's loss without loss "
-            f"scale, but got {described(loss)}."
+def refuse_graphs() -> None:
+    raise RuntimeError(
+        "For 'GradAccumulator', with 'scheduler' the accumulator must be called by Python, which steps it, but it is "
+        "part of another graph, as in a function with mindspore.jit. Leave 'scheduler' out, and step it yourself."
+    )
+
+
+def can_compile(functions: Iterable[Any]) -> bool:
+    """Whether PyNative mode can compile the accumulator with these; says why not. In graph mode it must."""
+    problem = None if graphs.runs_eagerly(jit=True) else graphs.uncompilable(functions)
+    if problem is not None and ms.get_context("mode") == ms.PYNATIVE_MODE:
+        warn_user(
+            f"For 'GradAccumulator', 'transforms' and the optimizer are compiled from their lines of source, but got "
+            f"{problem}. So the accumulator runs eagerly, which takes longer. Define it by 'def' or 'class' in a file, "
+            f"or give jit=False."
         )
-    return ms.Tensor(float(loss), ms.float32)
+        return False
+    return True

@@ -22,14 +22,15 @@ from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, overwrite
 from gaccum_ms.checks.arguments import check_positive_int
+from gaccum_ms.checks.batches import NEEDS_COUNT, check_gradients, check_rule, checked_count, checked_loss
 from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.losses import counts
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import accumulator_options
-from gaccum_ms.record.run_record import RunRecord
+from gaccum_ms.record.run_record import RULES, RunRecord
 from gaccum_ms.record.window_record import WindowRecord
-from gaccum_ms.training.admission import admit_weights, check_gradients, checked_count, checked_loss
+from gaccum_ms.training.admission import Scaling, admit_weights, can_compile, refuse_graphs
 from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, warning_of_ranks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
@@ -37,7 +38,6 @@ from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, SUMS, B
 from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
 from gaccum_ms.training.gradients_of_batch import CallsOfFunctions, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
-from gaccum_ms.training.loop_checks import NEEDS_COUNT, Scaling, can_compile, check_rule, refuse_graphs
 from gaccum_ms.training.loop_records import LoopRecords
 from gaccum_ms.training.loop_reduction import LoopReduction
 from gaccum_ms.training.schedulers import Schedulers
@@ -366,7 +366,7 @@ class GradAccumulator(nn.Cell):
                 count, rule = ms.Tensor(samples, ms.float32), SAMPLES
                 self.run_record.note_batch(samples)
         self._begin_call()
-        check_rule(rule, int(self.run_record.window_rule.asnumpy()), self.window.batches, count)
+        check_rule(RULES[rule], RULES[int(self.run_record.window_rule.asnumpy())], self.window.batches, count)
         self._records.begin(self)
         self._records.check_loss(loss)
         gradients = ms.mutable(tuple(gradients))  # else a constant, and each call would compile a graph

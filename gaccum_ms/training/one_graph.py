@@ -9,7 +9,7 @@ import mindspore as ms
 
 from gaccum_ms.backend.micro_mirrors import unreduced
 from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.checks.arguments import batch_shapes
+from gaccum_ms.checks.batches import batch_shapes
 from gaccum_ms.options.options import Options
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.splitting.even_split import cut, cut_axes
