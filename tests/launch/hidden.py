@@ -28,13 +28,21 @@ STAYS = 'if rank == 0: os.execve("/bin/sleep", ["sleep", "1000"], {})\ntime.slee
 
 def here(folder: Path) -> list[psutil.Process]:
     """The processes that run in a folder, whatever else is known of them."""
-    return processes(lambda process: process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE)
+    return processes(lambda process: runs_in(folder, process))
+
+
+def runs_in(folder: Path, process: psutil.Process) -> bool:
+    return process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE
 
 
 def of_the_launcher(folder: Path, which: str) -> list[psutil.Process]:
     """The launcher's guards, or its keeper."""
-    words = [guard.__file__, which]
-    return [process for process in here(folder) if words in (process.cmdline()[1:3], process.cmdline()[2:4])]
+
+    def is_one(process: psutil.Process) -> bool:
+        words = process.cmdline()[1:4]
+        return runs_in(folder, process) and [guard.__file__, which] in (words[:2], words[1:])
+
+    return processes(is_one)
 
 
 def kill(launched: Launched, folder: Path, victims: str) -> None:
