@@ -1,8 +1,9 @@
 """Runs a function in a copy of this process (``fork`` ), and reads the copy's peak memory.
 
 Nothing that the copy writes affects this process: weights, statistics, generators, Python's objects, and MindSpore's
-graphs. Both share all memory that neither has written since, so what counts is their memory together: that is what the
-function would need in this process alone, and at most some 30 MB more. The copy is ended before both exceed the limit.
+graphs. Both share all memory that neither has written since. So what the function would need in this process is what
+this process has, and by how much the copy grew. Both together have some 30 MB more, of which the copy has written its
+own. The copy is ended before both exceed the limit.
 
 A copy has none of the other threads. If one of them holds a lock at the moment of the copy, the copy waits for it for
 ever. That is rare, so the run is then tried in another copy.
@@ -31,13 +32,15 @@ from gaccum_ms.memory.proc import forget_peak, own, sizes_in
 _COPIES = 3  # one after the other, if they wait for something
 _STUCK_AFTER = 20  # seconds without any work
 _LOOKS_EVERY = 0.001  # seconds between two looks at the copy
+_CODE = 24_000_000  # bytes: pages of code that a first training reads, more than a process has that has not trained
 
 
 class Usage(NamedTuple):
-    """Bytes in use."""
+    """Bytes that a run would need in this process, and by how much more this process and a copy need."""
 
     peak: int  # during the run
     after: int  # after the run
+    copied: int = 0
 
 
 class TooMuchMemory(MemoryError):
@@ -54,8 +57,8 @@ class StuckError(RuntimeError):
 
 
 def run_in_child(owner: str, limit: int, run: Callable[[], Any]) -> Usage:
-    """Run a function in a copy of this process; its result is lost. Returns the bytes of both processes together.
-    Raises the function's error, or TooMuchMemory; StuckError if three copies do nothing for 20 seconds each."""
+    """Run a function in a copy of this process; its result is lost. Raises its error, or TooMuchMemory;
+    StuckError if three copies do nothing for 20 seconds each."""
     for _ in range(_COPIES - 1):
         with suppress(StuckError):
             return _run_in_copy(owner, limit, run)
@@ -94,7 +97,8 @@ def _run_in_copy(owner: str, limit: int, run: Callable[[], Any]) -> Usage:
     succeeded, value = pickle.loads(text)
     if not succeeded:
         raise value
-    return Usage(*(own_size + size for size in value))
+    peak, after, copied = value
+    return Usage(own_size + _CODE + peak, own_size + _CODE + after, copied)
 
 
 def _watched(owner: str, limit: int, pipe: Any, child: int) -> bytes:
@@ -173,9 +177,12 @@ def _pickled(error: BaseException) -> bytes:
     return text
 
 
-def _measured(run: Callable[[], Any]) -> tuple[int, int]:
-    """The bytes that the copy does not share, at its peak and after the run."""
+def _measured(run: Callable[[], Any]) -> tuple[int, int, int]:
+    """The bytes by which the copy grew, at its peak and after the run, and those that it had shared before. Pages of
+    code are left out: a copy has none, and reads again what this process has read."""
+    before = own("RssAnon")
     forget_peak()
     run()
-    peak, after = own("VmHWM"), sizes_in("/proc/self/smaps_rollup")
-    return _apart(after) + peak - after["Rss"], _apart(after)
+    peak, after = own("VmHWM"), sizes_in("/proc/self/status")
+    shared = sizes_in("/proc/self/smaps_rollup")["Shared_Dirty"]
+    return peak - after["RssFile"] - before, after["RssAnon"] - before, max(0, before - shared)

@@ -19,7 +19,7 @@ from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.memory.child import TooMuchMemory
 from gaccum_ms.memory.trial import MakeStep, Trials
 
-_SPARE = 0.02  # of the limit: by how much two trainings of the same size may differ
+_SPARE = 0.015  # of the limit: by how much two trainings of the same size may differ
 _GAIN = 0.85  # a ragged size is tried only if what fits is a smaller part of it
 
 
@@ -49,6 +49,7 @@ class Forecast:
         )
         self.measured: dict[int, int | None] = {}  # by size, bytes at the peak; None: it did not fit
         self.after: dict[int, int] = {}  # by size, bytes after the trial
+        self._copied = 0  # bytes that a trial needs in addition
         self._reached = 0  # bytes of a trial that did not fit
 
     def measure(self, size: int) -> int | None:
@@ -57,7 +58,8 @@ class Forecast:
             return self.measured[size]
         self.measured[size] = None
         try:
-            self.measured[size], self.after[size] = self.trials.run(size)
+            self.measured[size], self.after[size], copied = self.trials.run(size)
+            self._copied = max(self._copied, copied)
         except Exception as error:
             if not isinstance(error, TooMuchMemory) and not self._fails(error):
                 raise
@@ -116,6 +118,21 @@ class Forecast:
         peak = self.measured.get(size)
         return self.keeps(self.predict(size) if peak is None else peak)
 
+    def may_try(self, size: int) -> bool:
+        """Whether a size may fit, and its trial too."""
+        return self.may_fit(size) and self.predict(size) + self._copied <= self.limit
+
+    def found(self) -> int:
+        """The largest size that fits; 0 if none does. It was measured, or is predicted from half of it, where only the
+        trial would have needed too much."""
+        largest = self.largest()
+        return max(
+            size
+            for size in (largest, *self.trials.sizes)
+            if size == largest
+            or (size <= 2 * largest and size not in self.measured and self.may_fit(size) and not self._is_ragged(size))
+        )
+
     def largest(self) -> int:
         """The largest measured size that fits; 0 if none does."""
         return max((size for size, peak in self.measured.items() if peak is not None and self.keeps(peak)), default=0)
@@ -125,7 +142,7 @@ class Forecast:
         measured one. After a failure, the line is known to be wrong, and what is left is bisected. Sizes without a
         smaller last micro-batch come first, because they need less. A small one shows what such a micro-batch adds."""
         sizes, largest = self.trials.sizes, self.largest()
-        left = [size for size in sizes if size > largest and size not in self.measured and self.may_fit(size)]
+        left = [size for size in sizes if size > largest and size not in self.measured and self.may_try(size)]
         whole = [size for size in left if not self.accumulates(size)]
         near = [size for size in left if size <= max(1, 2 * largest)] or whole
         near = [size for size in near if not self._is_ragged(size)] or [size for size in near if _GAIN * size > largest]

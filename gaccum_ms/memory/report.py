@@ -151,7 +151,7 @@ def measured(
     sizes = [-(-forecast.trials.samples // number) for number in numbers]  # descending
     predicted = {size: forecast.predict(size) for size in sizes}
     for size in sizes[::-1] if measure else ():
-        if forecast.may_fit(size):
+        if forecast.may_try(size):
             forecast.measure(size)
     exact = {
         "parameters": bytes_of(cell.network.get_parameters()),

@@ -32,7 +32,7 @@ def found_size(
     forecast = Forecast(owner, cell, optimizer, batch, make_step, memory_limit, fails)
     while (size := forecast.next_size()) is not None:
         forecast.measure(size)
-    return agreed_size(owner, forecast.largest() * forecast.trials.unit, memory_limit)
+    return agreed_size(owner, forecast.found() * forecast.trials.unit, memory_limit)
 
 
 def agreed_size(owner: str, size: int, memory_limit: int | None) -> int:

@@ -72,7 +72,7 @@ class Trials:
         """Train with micro-batches of this size."""
         with self._restored():
             used = self.meter.usage(self._owner, self.limit, lambda: self._train(size))
-        return Usage(*(known + self._known for known in used))
+        return Usage(used.peak + self._known, used.after + self._known, used.copied)
 
     def _known_bytes(self) -> int:
         """What a trial lacks: the sums over ranks, and the optimizer's state if it does not update."""

@@ -28,8 +28,8 @@ def memory_report(
     adds the same; if it adds little, 8, 16, ... samples are tried, up to a quarter of the batch. Sizes that are
     predicted to fit are then measured too, in ascending order. Each trial compiles a graph.
 
-    On CPU, a trial runs in a copy of this process, without the update, whose memory is known, and the peak of the
-    resident memory of both is read. The copy is ended before both exceed the limit. This process does not change. On
+    On CPU, a trial runs in a copy of this process, without the update, whose memory is known, and the peak of its
+    resident memory is read. The copy is ended before both exceed the limit. This process does not change. On
     accelerators, a trial runs in this process, and the peak of MindSpore's allocator is read; everything that it
     changes is restored, bit for bit. Call it before training: on CPU, memory that training has freed may count as used.
 

@@ -15,7 +15,6 @@ from mindspore import Tensor, nn
 
 from benchmarks.memory_limit import together
 from gaccum_ms import (
-    AutoSize,
     GradAccumulationCell,
     find_micro_batch_size,
 )
@@ -90,7 +89,10 @@ def trained(size: int | None, room: int) -> tuple[int, int]:
     data = batch(SAMPLES)
     forget_peak()
     limit = own("VmRSS") + room
-    step = make_step(network, nn.Adam, micro_batch_size=size or AutoSize(memory_limit=limit))
+    optimizer = nn.Adam(network.trainable_params())
+    if size is None:
+        size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, data, limit)
+    step = make_step(network, lambda weights: optimizer, micro_batch_size=size)
     for _ in range(3):
         step(*data).asnumpy()
     return step.micro_batch_size, limit - own("VmHWM")

@@ -39,11 +39,11 @@ def test_a_trial_updates_nothing_and_adds_the_state_that_is_not_written_yet(here
     optimizer = OPTIMIZERS["adam"](network.trainable_params())
     before = {parameter.name: as_numpy(parameter) for parameter in optimizer.get_parameters()}
     moments = 2 * sum(weight.nbytes for weight in optimizer.parameters)
-    assert trials(network, optimizer).run(2) == (moments + 4, moments + 4)
+    assert trials(network, optimizer).run(2) == (moments + 4, moments + 4, 0)
     assert_identical({parameter.name: as_numpy(parameter) for parameter in optimizer.get_parameters()}, before)
     step = make_step(network, lambda weights: optimizer, micro_size=2)
     step(*trials(network, optimizer)._batch)
-    assert trials(network, optimizer).run(2) == (0, 0)
+    assert trials(network, optimizer).run(2) == (0, 0, 0)
 
 
 def test_on_an_accelerator_a_trial_updates(monkeypatch):
