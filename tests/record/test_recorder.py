@@ -227,7 +227,7 @@ def test_the_noise_scale_is_that_of_gradnoisescale(pynative):
     noise = GradNoiseScale()
     records, _ = fit(columns, batch=4, callbacks=[noise], micro_size=2, record_noise=True)
     assert [record.noise_scale for record in records] == [record.noise_scale for record in noise.records]
-    assert len({record.noise_scale for record in records}) == 10
+    assert len({record.noise_scale for record in records}) >= 10
     alone, _ = fit(columns, batch=4, epochs=1, micro_size=1, record_noise=True)
     assert np.isnan(alone[0].noise_scale)
 
