@@ -97,8 +97,8 @@ def _of_window(step: Any, path: Path, values: Values) -> set[str]:
     rule = int(values.get(own("window_rule"), 0))
     if rule < 0:
         raise ValueError(f"For 'resume', 'window_rule' must not be negative, but got {rule} in '{path}'.")
-    if rule >= len(RULES):
-        return set()  # an earlier version's sharded sums, which the run's record refuses
+    if rule >= len(RULES) or not step.run_record.resumes_windows:
+        return set()  # an earlier version's sharded sums, or a window in semi-auto mode: the run's record refuses both
     prefixes = [PREFIX]
     if any(name.startswith(COMPENSATION_PREFIX) for name in values):  # optional, but all or none
         prefixes.append(COMPENSATION_PREFIX)
