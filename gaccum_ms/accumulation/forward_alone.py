@@ -35,13 +35,20 @@ def outputs_of(network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[
 def shapes_of(
     network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[ms.Parameter]
 ) -> list[tuple[int, ...] | None]:
-    """The shapes of what the network returns; None for what is no Tensor. Nothing of a network that does not take these
-    inputs, such as one with a reshape to one number of samples."""
-    try:
-        outputs = outputs_of(network, inputs, weights)
-    except Exception:
-        return []
+    """The shapes of what the network returns; None for what is no Tensor."""
+    outputs = outputs_of(network, inputs, weights)
     return [output.shape if isinstance(output, ms.Tensor) else None for output in outputs]
+
+
+def shapes_if_taken(
+    network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[ms.Parameter]
+) -> list[tuple[int, ...] | None] | None:
+    """The same; None of a network that does not take these inputs, such as one with a reshape to one number of
+    samples."""
+    try:
+        return shapes_of(network, inputs, weights)
+    except Exception:
+        return None
 
 
 def rows_of(inputs: Sequence[ms.Tensor], rows: int, samples: int, axes: Sequence[int]) -> list[ms.Tensor]:

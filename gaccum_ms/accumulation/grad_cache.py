@@ -15,7 +15,7 @@ shape (), such as a temperature, is the same for all micro-batches and is kept o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -31,7 +31,7 @@ from gaccum_ms.losses.batch_loss import (
     WithBatchLossCell,
     check_ranks,
     check_rows,
-    check_samples,
+    check_rows_in_graph,
 )
 from gaccum_ms.options.options import Options
 
@@ -118,7 +118,7 @@ class TwoPasses(nn.Cell):
         size, axes = plan[micro_batches.SIZE], plan[micro_batches.AXES]
         last = self.forward(*micro_batches.take_rest(inputs, before, axes))
         known_rows = None if isinstance(rows_of_last, ms.Tensor) else rows_of_last
-        check_samples([representation.shape for representation in last], known_rows, self.network.ranks)
+        check_rows_in_graph([representation.shape for representation in last], known_rows, self.network.ranks)
         # One tuple, with a scalar in it: graph mode forgets the length of a tuple of equal shapes that a loop carries.
         state: tuple = (ms.Tensor(0, ms.int32), ms.Tensor(False))
         has_shared = False
@@ -195,9 +195,14 @@ class TwoPasses(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    def check_at(self, rows: int, shapes_of: Callable[[nn.Cell], Sequence[tuple[int, ...] | None]]) -> None:
-        """Check the representations at this number of samples; `shapes_of` runs a network on as many."""
-        check_rows(shapes_of(self.network.backbone), rows, self.network.ranks)
+    @property
+    def network_of_rows(self) -> nn.Cell:
+        """The network whose representations are joined."""
+        return self.network.backbone
+
+    def check_shapes(self, shapes: Sequence[tuple[int, ...] | None], rows: int) -> None:
+        """Check the shapes of its representations of `rows` samples."""
+        check_rows(shapes, rows, self.network.ranks)
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
         """Before a batch. A collective if several ranks share one loss."""

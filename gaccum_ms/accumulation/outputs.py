@@ -7,12 +7,13 @@ An output has the micro-batch's samples on axis 0, or shape (). Samples are conc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.micro_step import float32_loss, kinds_and_shapes
+from gaccum_ms.checks.batches import lacks_rows
 from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
 
@@ -52,7 +53,7 @@ def _check_outputs(kinds, shapes, ratio, aux, rows):
 
 
 def _check_rows(wanted: str, position: int, shape: tuple[int | None, ...], rows: int | None) -> None:
-    if shape and rows is not None and shape[0] not in (rows, None, -1):
+    if shape and lacks_rows(shape, rows):
         raise ValueError(
             f"{wanted}, where {_OUTPUT}, but output {position} got shape {shape} for {rows} sample(s). {_REMEDY}"
         )
@@ -112,7 +113,11 @@ class LossWithOutputs(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    def check_at(self, rows: int, shapes_of: Callable[[nn.Cell], Sequence[tuple[int, ...] | None]]) -> None:
-        """Check the outputs at this number of samples; `shapes_of` runs a network on as many."""
-        if self.aux:
-            check_aux(shapes_of(self.network), self.ratio, rows)
+    @property
+    def network_of_rows(self) -> nn.Cell | None:
+        """The network whose outputs are joined."""
+        return self.network if self.aux else None
+
+    def check_shapes(self, shapes: Sequence[tuple[int, ...] | None], rows: int) -> None:
+        """Check the shapes of its outputs for `rows` samples."""
+        check_aux(shapes, self.ratio, rows)

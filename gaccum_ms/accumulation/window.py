@@ -26,7 +26,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.copies import Copies
-from gaccum_ms.accumulation.forward_alone import rows_of, shapes_of
+from gaccum_ms.accumulation.forward_alone import rows_of, shapes_if_taken
 from gaccum_ms.accumulation.sums import LOSS, SUMS
 from gaccum_ms.backend.parameters import expose_records
 from gaccum_ms.layers.batchnorm import trains_batch_norm
@@ -88,7 +88,7 @@ class Window(nn.Cell):
         self.weighing = weighing
         self.store = store
         self._check_plan = getattr(micro_step, "check_plan", None)
-        self._outputs_are_checked = not hasattr(micro_step, "check_at")
+        self._outputs_are_checked = False
         self.spans_batches = open_window is not None
         if open_window is not None:
             self.open = open_window
@@ -234,13 +234,16 @@ class Window(nn.Cell):
     ) -> None:
         """Before the first batch: check what the network returns beside its loss at another number of samples than a
         micro-batch has, so that none fits by chance."""
-        if self._outputs_are_checked:
+        network = getattr(self.micro_step, "network_of_rows", None)
+        if network is None or self._outputs_are_checked:
             return
         self._outputs_are_checked = True
         finds_size = self.micro_size is None and self.micro_batch_size is None
         rows = 1 + (2 if finds_size else plan.size)
         part = rows_of(inputs, rows, plan.samples, cut_axes(len(inputs), self.shared, self.axis))
-        self.micro_step.check_at(rows, lambda network: shapes_of(network, part, weights))
+        shapes = shapes_if_taken(network, part, weights)
+        if shapes is not None:
+            self.micro_step.check_shapes(shapes, rows)
 
     def reset_eagerly(self) -> None:
         """Outside of a graph, after a batch failed: zero the accumulators. A window of several batches stays as it is

@@ -37,6 +37,11 @@ def batch_shapes(inputs: tuple[Any, ...]) -> list[tuple[int, ...]]:
     return [value.shape for value in inputs]
 
 
+def lacks_rows(shape: tuple[int | None, ...], rows: int | None) -> bool:
+    """Whether axis 0 cannot be that of `rows` samples; None, or a length of None or -1: not known yet."""
+    return rows is not None and shape[0] not in (rows, None, -1)
+
+
 def _is_text(value: Any) -> bool:
     """Whether `value` is a string, or an array of strings, as data sets return them."""
     if isinstance(value, np.ndarray):

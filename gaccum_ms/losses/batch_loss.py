@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.checks.arguments import check_bool, first_of
+from gaccum_ms.checks.batches import lacks_rows
 from gaccum_ms.distributed.layout import rank_and_ranks
 from gaccum_ms.layers.dropout import dropouts
 
@@ -160,24 +161,21 @@ def _check_representations(dtypes):
         )
 
 
-@ops.constexpr(check=False)  # the check warns about open shapes
-def check_samples(shapes, rows, ranks):
-    """Check the representations of a micro-batch. `rows` : its number of samples, None if it is open."""
-    check_rows(shapes, rows, ranks)
-
-
 def check_rows(shapes: Sequence[tuple[int | None, ...] | None], rows: int | None, ranks: int) -> None:
-    """Check the shapes of representations of `rows` samples; None: no Tensor, or an open number."""
+    """Check the shapes of representations of `rows` samples. A shape is None for what is no Tensor."""
     for position, shape in enumerate(shapes):
         if shape is None or (not shape and ranks == 1):
             continue
-        if not shape or (rows is not None and shape[0] not in (rows, None, -1)):
+        if not shape or lacks_rows(shape, rows):
             number = ", or shape ()" if ranks == 1 else ", along which 'gather_ranks' joins ranks"
             raise ValueError(
                 f"For '{_NAME}', each representation that 'backbone' returns must have the samples on axis 0{number}, "
                 f"but output {position} got shape {shape} for {rows} sample(s). ops.swapaxes brings samples there; "
                 f"what is one for the whole batch belongs to 'loss_fn'."
             )
+
+
+check_rows_in_graph = ops.constexpr(check_rows, check=False)  # the check warns about open shapes
 
 
 def check_ranks(network: WithBatchLossCell) -> None:

@@ -21,7 +21,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
-from gaccum_ms.accumulation.forward_alone import outputs_of, shapes_of
+from gaccum_ms.accumulation.forward_alone import outputs_of, shapes_if_taken, shapes_of
 from gaccum_ms.accumulation.outputs import check_aux
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.sums import SUMS
@@ -121,16 +121,16 @@ class PythonSplit(Runner):
         sizes = self.split.two_sizes(*batch)
         if sizes is None:
             return
+        runs, rows, widths = sizes
         network, weights = self._parts.network, self._parts.weights
-        has_tokens: list[bool] = []
-        for micro_batch, rows, width in zip(*sizes, strict=True):
-            shapes = shapes_of(network, micro_batch, weights)
-            check_aux(shapes, self._parts.options.returns_ratio, rows)
-            aux = shapes[self._first_output :]
-            of_size = [shape is not None and len(shape) > 1 and shape[1] == width for shape in aux]
-            has_tokens = [all(pair) for pair in zip(has_tokens or of_size, of_size or has_tokens, strict=True)]
-        # A network that takes neither size is refused when a micro-batch of the batch runs.
-        self._has_tokens = has_tokens or None
+        shapes = [shapes_of(network, runs[0], weights), shapes_if_taken(network, runs[1], weights)]
+        has_tokens = []
+        for of_size, number, width in zip(shapes, rows, widths, strict=True):
+            if of_size is not None:
+                check_aux(of_size, self._parts.options.returns_ratio, number)
+                aux = of_size[self._first_output :]
+                has_tokens.append([shape is not None and len(shape) > 1 and shape[1] == width for shape in aux])
+        self._has_tokens = [all(of_sizes) for of_sizes in zip(*has_tokens, strict=True)]
 
     def run(self, batch: Batch) -> Any:
         return self.end(self.add(batch))
@@ -187,7 +187,7 @@ class PythonSplit(Runner):
         if self._has_tokens is not None:
             joined = self.split.in_order(arrays, self._has_tokens[number])
         else:
-            joined = _joined(self._first_output + number, arrays, micro_batches)
+            joined = _concatenated(self._first_output + number, arrays, micro_batches)
         return ms.Tensor(joined, outputs[0].dtype)
 
     def _times(self, micro_batches: Sequence[tuple[ms.Tensor, ...]]) -> list[float]:
@@ -199,7 +199,9 @@ class PythonSplit(Runner):
         return [sum(samples) / number for number in samples]
 
 
-def _joined(position: int, arrays: Sequence[np.ndarray], micro_batches: Sequence[tuple[ms.Tensor, ...]]) -> np.ndarray:
+def _concatenated(
+    position: int, arrays: Sequence[np.ndarray], micro_batches: Sequence[tuple[ms.Tensor, ...]]
+) -> np.ndarray:
     """An output of micro-batches that a function made, joined along axis 0. Nobody knows which of their inputs count
     samples, so its length must differ between micro-batches, or be that of an input. `position` : of the output among
     the network's."""

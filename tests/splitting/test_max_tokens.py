@@ -155,6 +155,23 @@ def test_outputs_come_back_in_the_batchs_order_at_its_own_width(first, second, p
     assert int(step.update_count.asnumpy()) == 2
 
 
+class ManyRows(Tokens):
+    """Takes no micro-batch of two or three rows, at which outputs are looked at."""
+
+    def construct(self, tokens, labels):
+        if tokens.shape[0] < 4:
+            raise ValueError("too few rows")
+        return super().construct(tokens, labels)
+
+
+def test_outputs_that_cannot_be_looked_at_are_not_joined_in_another_order(pynative):
+    options = {"split": max_tokens(max_tokens=100), "count": CountNotIgnored(IGNORED), "aux": True}
+    step = make_step(ManyRows(), lambda weights: nn.SGD(weights, 0.0), **options)
+    with pytest.raises(ValueError, match="too few rows"):
+        step(*map(Tensor, batch(0, 8, 8)))
+    assert int(step.update_count.asnumpy()) == 0
+
+
 def test_trains_by_model_train_with_a_sampler_and_a_bar_that_counts_tokens(pynative):
     tokens, labels = batch(0, samples=30)
     sampler = BalancedSampler(length_of(tokens, labels), 10, num_shards=1, shard_id=0)
