@@ -108,10 +108,10 @@ class GradAccumulationCell(nn.Cell):
             Default: ``()`` .
         accumulators (Accumulators, optional): How gradients are kept while they add up: dtype, and Kahan's
             compensation. Default: ``None`` , ``Accumulators()`` .
-        overflow (str, optional): What a gradient that is not finite drops: ``"drop_window"`` or ``"drop_micro_batch"``
-            . The window: with a loss scale, it does not update. The micro-batch: it is left out, only on its rank, and
-            the rest is divided by the remaining total of all ranks; ranks are then weighted by their samples or counts.
-            A dynamic loss scale is reduced too. Default: ``"drop_window"`` .
+        overflow (str, optional): What a gradient that is not finite drops: ``"drop_window"`` or
+            ``"drop_micro_batch"`` . The window: with a loss scale, it does not update. The micro-batch: it is left out,
+            only on its rank, and the rest is divided by the remaining total of all ranks; ranks are then weighted by
+            their samples or counts. A dynamic loss scale is reduced too. Default: ``"drop_window"`` .
         record_noise (bool, optional): Record the squared gradient norms of the window's micro-batches and of the
             window, in ``noise_sums`` and ``grad_norm`` of the step, for :class:`GradNoiseScale`
             and :class:`AdaptiveAccumulation` . Default: ``False`` .

@@ -26,6 +26,7 @@ class Structure(NamedTuple):
     """The numbers."""
 
     chain: list[str]
+    packages: list[str]  # the longest chain of packages
     fan_out: tuple[int, str]
     circles: list[str]
     long_files: dict[str, int]
@@ -71,11 +72,13 @@ def longest_chain(imported: Imports) -> tuple[list[str], list[str]]:
 def structure() -> Structure:
     imported = imports()
     chain, circles = longest_chain(imported)
+    packages, circles_of_packages = longest_chain(of_packages(imported))
     lines = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
     return Structure(
         chain=chain,
+        packages=packages,
         fan_out=max((len(others), name) for name, others in imported.items()),
-        circles=circles,
+        circles=circles + circles_of_packages,
         long_files={name: n for name, n in lines.items() if n > LINES and name not in LONG_BY_ITS_DOCSTRING},
         lines=sum(lines.values()),
     )
@@ -84,7 +87,7 @@ def structure() -> Structure:
 if __name__ == "__main__":
     found = structure()
     print(f"longest chain of imports: {len(found.chain)} modules: {' -> '.join(found.chain)}")
-    print(f"of packages: {' -> '.join(longest_chain(of_packages(imports()))[0])}")
+    print(f"of packages: {' -> '.join(found.packages)}")
     print(f"largest fan-out: {found.fan_out[0]} ({found.fan_out[1]})")
     print(f"circles: {', '.join(found.circles) or 'none'}")
     print(f"files of more than {LINES} lines: {found.long_files or 'none'}; lines in all: {found.lines}")

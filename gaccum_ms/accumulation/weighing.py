@@ -9,7 +9,7 @@
 
 Each kind has these methods, which are compiled:
 
-    unit       the seed of a micro-batch of one item
+    unit                the seed of a micro-batch of one item
     zero_sums           the initial value of the loop's sums
     run_and_add         forward, backward and add one micro-batch, unless it is left out
     reduce              over ranks: gradients, their divisor, the loss, whether there is an update

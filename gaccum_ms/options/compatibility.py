@@ -37,6 +37,20 @@ def _pools_statistics(network: nn.Cell) -> bool:
     return any(isinstance(cell, WindowBatchNorm) for _, cell in network.cells_and_names())
 
 
+def _only_compiled(what: str, finds: str, argument: str, number: str) -> Rule:
+    """What finds a size by itself is not run eagerly. `finds` : the property of the options that says whether it
+    does."""
+    return Rule(
+        CELL,
+        what,
+        "`jit=False`",
+        lambda s: getattr(s.options, finds) and s.options.jit is False,
+        f"{argument} compiles in PyNative mode too, because MindSpore's eager gradient does not survive running out of "
+        f"memory, but got jit=False. Leave 'jit' out, or give a number of {number}.",
+        instead="leave `jit` out, or give a number",
+    )
+
+
 RULES = (
     # -- whatever the options --
     Rule(
@@ -119,15 +133,7 @@ RULES = (
         instead="`mindspore.runtime.max_memory_allocated()` after a step",
     ),
     # -- micro_batch_size --
-    Rule(
-        CELL,
-        AUTO,
-        "`jit=False`",
-        lambda s: s.options.finds_size and s.options.jit is False,
-        "micro_batch_size='auto' compiles in PyNative mode too, because MindSpore's eager gradient does not "
-        "survive running out of memory, but got jit=False. Leave 'jit' out, or give a number of samples.",
-        instead="leave `jit` out, or give a number",
-    ),
+    _only_compiled(AUTO, "finds_size", "micro_batch_size='auto'", "samples"),
     Rule(
         CELL,
         AUTO,
@@ -381,15 +387,7 @@ RULES = (
         "gaccum_ms.CountNotIgnored(), or reduction='ratio'.",
         instead='`count=CountNotIgnored()`, or `reduction="ratio"`',
     ),
-    Rule(
-        CELL,
-        AUTO_TOKENS,
-        "`jit=False`",
-        lambda s: s.options.finds_tokens and s.options.jit is False,
-        "MaxTokens('auto', ...) compiles in PyNative mode too, because MindSpore's eager gradient does not survive "
-        "running out of memory, but got jit=False. Leave 'jit' out, or give a number of tokens.",
-        instead="leave `jit` out, or give a number",
-    ),
+    _only_compiled(AUTO_TOKENS, "finds_tokens", "MaxTokens('auto', ...)", "tokens"),
     Rule(
         CELL,
         FUNCTION,

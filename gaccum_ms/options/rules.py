@@ -4,7 +4,7 @@ share."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -95,7 +95,7 @@ class Rule:
     refuses: Callable[[Setup], bool]
     text: str  # {options}, {stated}: what its loss says, {network}: its class, {mode}: the parallel mode
     error: type[Exception] = ValueError
-    instead: str = ""  # for the docs: what to write, in ten words
+    instead: str = field(kw_only=True)  # for the docs: what to write, in ten words
 
     def message(self, owner: str, setup: Setup) -> str:
         """The whole text; `owner` is the class that it names."""
