@@ -1,8 +1,6 @@
-"""Which window a training step has: the options choose the four parts of window.py, which are combined here."""
+"""Which window a training step has: the options choose its measure, ledger and store, which are combined here."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -10,79 +8,58 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.grad_cache import TwoPasses
-from gaccum_ms.accumulation.micro_step import OneLoss, SeveralLosses
+from gaccum_ms.accumulation.ledger import KnownShares, Ledger, SharesOfLosses
+from gaccum_ms.accumulation.measure import Measure
 from gaccum_ms.accumulation.noise import ALL_SUMS
 from gaccum_ms.accumulation.open_window import OpenWindow
-from gaccum_ms.accumulation.outputs import LossWithOutputs
-from gaccum_ms.accumulation.several_losses import ByCountsOfEach
-from gaccum_ms.accumulation.weighing import ByCounts, ByCountsWithOutputs, BySamples, WeighingParts
 from gaccum_ms.accumulation.window import Window
 from gaccum_ms.backend.graphs import gradients_allowed, graph_run
-from gaccum_ms.backend.random_operators import forbid_reuse, needs_copies, shallow_copy, with_other_seeds
+from gaccum_ms.backend.random_operators import forbid_reuse, needs_copies, with_other_seeds
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.options.options import Options
 from gaccum_ms.options.rules import Setup
 
 
-@dataclass(frozen=True)
-class Kinds:
-    """The classes of a window's parts. The store is missing: the options alone decide it."""
-
-    micro_step: type = OneLoss
-    weighing: type[BySamples | ByCounts | ByCountsOfEach] = BySamples
-    window: type[Window] = Window
-    open_window: type[OpenWindow] | None = None  # None: a window is one batch
-
-
-def kinds_of(setup: Setup, spans_batches: bool) -> Kinds:
-    """The classes for these options."""
-    if setup.of_batch:
-        return Kinds(micro_step=TwoPasses)
-    if setup.options.several_losses:
-        return Kinds(SeveralLosses, ByCountsOfEach)
-    counts = setup.options.counted or spans_batches
-    open_window = OpenWindow if spans_batches else None
-    if setup.options.returns_ratio or setup.options.aux:
-        weighing = ByCountsWithOutputs if counts else BySamples
-        return Kinds(LossWithOutputs, weighing, open_window=open_window)
-    return Kinds(weighing=ByCounts if counts else BySamples, open_window=open_window)
-
-
-def combined(
-    kinds: Kinds,
-    setup: Setup,
-    weights: ms.ParameterTuple,
-    grad_reducer: nn.Cell,
-    position: ms.Parameter,
+def window_of(
+    setup: Setup, weights: ms.ParameterTuple, grad_reducer: nn.Cell, position: ms.Parameter | None
 ) -> Window:
-    """The window. `position` : batches of the open window so far, int32 of shape ()."""
-    options = setup.options
-    spans = kinds.open_window is not None
-    micro_step = kinds.micro_step(options, setup.network, weights)
-    form = options.accumulators.dtype, options.accumulators.compensated
-    store = GradientSums(weights, *form) if options.accumulates or spans else NoSums()
-    parts = WeighingParts(options, weights, grad_reducer, micro_step, store, position if spans else None)
-    weighing = kinds.weighing(parts)
-    open_window = None
-    if kinds.open_window is not None:
-        of_window = store, weighing.reduction, position, options.accumulation_steps, options.drops
-        open_window = kinds.open_window("GradAccumulationCell", *of_window)
+    """The window. `position` : batches of the open window so far, int32 of shape (); None: each batch is a window."""
+    options, network = setup.options, setup.network
+    by_samples = not options.counts_items
+    store = NoSums()
+    if options.accumulates or position is not None:
+        store = GradientSums(weights, options.accumulators.dtype, options.accumulators.compensated)
+    if setup.of_batch:
+        shares = KnownShares(options, store, grad_reducer, loss_is_mean=False)
+        return Window(options, TwoPasses(network, weights), shares)  # its two passes must draw the same: no copies
+    is_known = position is None and not options.counted and not options.several_losses
+    ledger: Ledger | KnownShares
+    if options.several_losses:
+        ledger = SharesOfLosses(options, store, grad_reducer, weights, options.own_count is None)
+    elif is_known:
+        ledger = KnownShares(options, store, grad_reducer, options.loss_is_mean)
+    else:
+        open_window = None
+        if position is not None:
+            open_window = OpenWindow("GradAccumulationCell", store, position, options.accumulation_steps)
+        runs_all = options.returns_ratio or options.aux
+        ledger = Ledger(options, weights, store, open_window, by_samples=by_samples, runs_all=runs_all)
+    measure = Measure(options, network, weights, counted=not is_known)
 
-    def copy_of_weighing(number: int) -> nn.Cell | None:
-        if not needs_copies(setup.network):
+    def copy_of_measure(number: int) -> nn.Cell | None:
+        if not needs_copies(network):
             return None
-        forbid_reuse(graph_run(otherwise=weighing), setup.network)
+        forbid_reuse(graph_run(otherwise=measure), network)
         first = number * (1 + options.losses)
-        network = with_other_seeds(setup.network, first) if number else setup.network
+        copy = with_other_seeds(network, first) if number else network
         with gradients_allowed():
-            copied = kinds.micro_step(options, network, weights)
+            copied = Measure(options, copy, weights, measure.counted)
             if options.several_losses:
-                alone = [with_other_seeds(network, first + 1 + term) for term in range(options.losses)]
+                alone = [with_other_seeds(copy, first + 1 + term) for term in range(options.losses)]
                 copied.run_alone_on(alone, options, weights)
-        return shallow_copy(weighing, micro_step=copied)
+        return copied
 
-    copies = None if setup.of_batch else Copies(copy_of_weighing)  # its two passes must draw the same
-    return kinds.window(options, micro_step, weighing, store, open_window, copies)
+    return Window(options, measure, ledger, Copies(copy_of_measure))
 
 
 def fused_reducer(options: Options, step: nn.TrainOneStepCell) -> FusedReducer:

@@ -16,7 +16,7 @@ from gaccum_ms.backend.graphs import runs_eagerly_now
 
 
 class Copies:
-    """The weighings of a window, each with a copy of the network. `make` returns the weighing on the copy of a number,
+    """The measures of a window, each with a copy of the network. `make` returns the measure on the copy of a number,
     0 for the network itself; None if the network needs no copy."""
 
     def __init__(self, make: Callable[[int], nn.Cell | None] | None = None) -> None:
@@ -28,12 +28,12 @@ class Copies:
         """At the beginning of a compilation, whatever graph the window is in."""
         self.made.clear()
 
-    def of(self, place: str, weighing: nn.Cell) -> nn.Cell:
-        """The weighing for a place in the graph that is being compiled."""
+    def of(self, place: str, measure: nn.Cell) -> nn.Cell:
+        """The measure for a place in the graph that is being compiled."""
         if self._make is None or runs_eagerly_now():
-            return weighing
+            return measure
         if place not in self.made:  # the compiler asks several times
             copy = self._make(self._number)
-            self.made[place] = weighing if copy is None else copy
+            self.made[place] = measure if copy is None else copy
             self._number += copy is not None
         return self.made[place]

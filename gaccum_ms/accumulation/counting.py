@@ -39,7 +39,7 @@ class Counting(nn.Cell):
         total = ops.zeros(self.shape, ms.float32)
         if self.by_samples:
             return total + plan[micro_batches.SAMPLES]
-        return micro_batches.add_up(self.count_rows, self.count_rows, total, inputs, plan, True)
+        return micro_batches.add_up(self.count_rows, (), (), total, inputs, plan)
 
-    def count_rows(self, size, *micro_batch):
+    def count_rows(self, of_loop, rows, *micro_batch):
         return self.of(*micro_batch)

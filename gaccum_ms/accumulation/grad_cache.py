@@ -21,7 +21,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import micro_batches
-from gaccum_ms.accumulation.micro_step import OneLoss, float32_loss
+from gaccum_ms.accumulation.measure import float32_loss
 from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import gather_json
 from gaccum_ms.layers.window_batchnorm import window_statistics
@@ -33,7 +33,6 @@ from gaccum_ms.losses.batch_loss import (
     check_rows,
     check_rows_in_graph,
 )
-from gaccum_ms.options.options import Options
 
 
 class _Forward(nn.Cell):
@@ -62,15 +61,15 @@ class _Forward(nn.Cell):
 
 
 class TwoPasses(nn.Cell):
-    """All samples of the batch share one loss. The sums contain this loss times its seed, once."""
+    """The measure of a loss that all samples of the batch share. The sums contain this loss times its seed, once."""
 
     loss_is_mean = False  # the loss is no mean over micro-batches
 
-    def __init__(self, options: Options, network: WithBatchLossCell, weights: ms.ParameterTuple) -> None:
+    def __init__(self, network: WithBatchLossCell, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
         check_ranks(network)
         self.network = network
-        self.one_loss = OneLoss(options, network, weights)
+        self.whole = ops.value_and_grad(self.seeded_loss, None, weights)
         self.forward = _Forward(network)
         of_loss = {id(parameter) for parameter in self.network.loss_fn.get_parameters()}
         self.loss_weights = ms.ParameterTuple([weight for weight in weights if id(weight) in of_loss])
@@ -93,6 +92,12 @@ class TwoPasses(nn.Cell):
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
+    def total(self, inputs, plan):
+        return plan[micro_batches.SAMPLES]
+
+    def items(self, rows, *micro_batch):
+        return rows
+
     def prepare(self, sums, unit, inputs, plan):
         """The first pass, and the loss. A batch of one micro-batch needs no first pass."""
         if plan[micro_batches.WHOLE]:
@@ -105,13 +110,17 @@ class TwoPasses(nn.Cell):
             loss = self.statistics.reset(loss)  # the second pass adds them again
         return sums + loss / self.share_of_ranks, (samples, len(inputs), loss_slopes), (*inputs, *slopes)
 
-    def run(self, seed, prepared, size, *part):
-        """The second pass; its part of the sums is zero."""
+    def run(self, unit, prepared, rows, items, *part):
+        """The second pass; the loss is in the sums already."""
         if len(prepared) == 0:
-            loss, gradients = self.one_loss.run(seed * self.share_of_ranks, prepared, size, *part)
-            return loss / self.share_of_ranks, gradients
+            loss, gradients = self.whole(unit * self.share_of_ranks, *part)
+            return loss / self.share_of_ranks, items, (), gradients
         samples, number, loss_slopes = prepared
-        return ops.zeros_like(seed), self.pull_back(size / samples, loss_slopes, number, *part)[1]
+        gradients = self.pull_back(rows / samples, loss_slopes, number, *part)[1]
+        return ops.zeros_like(unit), items, (), gradients
+
+    def seeded_loss(self, seed, *batch):
+        return float32_loss(self.network(*batch)) * seed
 
     def representations(self, inputs, before, rows_of_last, plan):
         """The first pass. Returns the representations of the batch. `before` : samples before the last micro-batch."""

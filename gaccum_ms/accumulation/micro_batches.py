@@ -88,6 +88,17 @@ def graph_plan(inputs, micro_size, micro_batch_size, shared, axis, least):
     return samples, size, samples, 0, micro_size == 1, axes, least
 
 
+def plan_of_rest(plan):
+    """The plan in which the samples after the loop are a loop's only micro-batch."""
+    samples, rest = plan[SAMPLES], plan[REST]
+    return samples, rest, samples, 0, False, plan[AXES], plan[LEAST]
+
+
+def plan_of_whole(rows, inputs):
+    """The plan in which `inputs` Tensors are one micro-batch as they are."""
+    return rows, rows, rows, 0, True, (UNCUT,) * inputs, 1
+
+
 def axis_at(axes, position):
     """The axis of samples of an input. Tensors after the batch's inputs have it in front."""
     return axes[position] if position < len(axes) else 0
@@ -148,76 +159,21 @@ def _without_first(value, start, axis):
     return value[start:] if axis == 0 else ops.swapaxes(ops.swapaxes(value, 0, axis)[start:], 0, axis)
 
 
-def add_up(part_of, part_of_last, sums, inputs, plan, loops, *arguments):
-    """The loop over a batch: adds ``part_of(*arguments, rows, *micro_batch)`` to `sums` for each micro-batch, and
-    `part_of_last` for the last one of another size. `loops` : whether those before it are not added yet."""
+def add_up(part_of, of_loop, of_last, sums, inputs, plan, *arguments):
+    """The loop over a batch: adds ``part_of(of_loop, *arguments, rows, *micro_batch)`` to `sums` for each micro-batch;
+    for the last one of another size, with `of_last` ."""
     looped, rest, axes = plan[LOOPED], plan[REST], plan[AXES]
-    if loops:
-        start = ms.Tensor(0, ms.int32)
-        while start < looped:
-            rows = rows_from(start, plan)
-            sums = sums + part_of(*arguments, rows, *take(inputs, start, rows, axes))
-            start = start + rows
-    return sums + part_of_last(*arguments, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
-
-
-def add_up_and_join(of_first, of_loop, of_last, inputs, plan, *arguments):
-    """As `add_up` , for weighings whose ``run_and_add(*arguments, rows, *micro_batch)`` returns a part of the
-    sums and a micro-batch's outputs. Returns the sums and the batch's outputs, which have samples on axis 0, or shape
-    ()."""
-    samples, size, looped, rest, axes = plan[SAMPLES], plan[SIZE], plan[LOOPED], plan[REST], plan[AXES]
-    # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the first
-    # micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
     start = ms.Tensor(0, ms.int32)
-    micro_batch = take(inputs, start, size, axes)
-    if not of_first.leaves_out:
-        first = of_first.run_and_add(*arguments, size, *micro_batch)
-    else:
-        ran, gradients = of_first.run(*arguments, size, of_first.count_before(micro_batch), *micro_batch)
-        sums = of_first.rejected(ran)
-        takes = of_first.takes(ran, gradients)
-        while takes:  # once or not at all, here and in the loop: see the rules at the head of step.py
-            sums = of_first.added(arguments[0], ran, gradients)
-            takes = ms.Tensor(False)
-        first = of_first.with_outputs(sums, ran)
-    # Each output is as long as the batch, with the first micro-batch's rows at its end. An iteration appends its rows
-    # and removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a tuple of
-    # equal shapes that a loop carries.
-    state: tuple = (start + size, first[0])
-    for index in range(1, len(first)):
-        output = first[index]
-        if output.ndim > 0:
-            output = ops.gather(output, _rows_at_end(samples, size), 0)
-        state = (*state, output)
-    if isinstance(size, ms.Tensor) or looped > size:
-        if of_loop.leaves_out:
-            state = _joined_of_taken(of_loop, state, inputs, plan, *arguments)
-        else:
-            while state[0] < looped:
-                rows = rows_from(state[0], plan)
-                part = of_loop.run_and_add(*arguments, rows, *take(inputs, state[0], rows, axes))
-                state = _following(state, part, rows)
-    if rest > 0:
-        state = _following(state, of_last.run_and_add(*arguments, rest, *take_rest(inputs, looped, axes)), rest)
-    return state[1], state[2:]
+    while start < looped:
+        rows = rows_from(start, plan)
+        sums = sums + part_of(of_loop, *arguments, rows, *take(inputs, start, rows, axes))
+        start = start + rows
+    return sums + part_of(of_last, *arguments, rest, *take_rest(inputs, looped, axes)) if rest > 0 else sums
 
 
-def _joined_of_taken(weighing, state, inputs, plan, *arguments):
-    """The loop, for micro-batches that may be left out after they ran."""
-    while state[0] < plan[LOOPED]:
-        rows = rows_from(state[0], plan)
-        micro_batch = take(inputs, state[0], rows, plan[AXES])
-        ran, gradients = weighing.run(*arguments, rows, weighing.count_before(micro_batch), *micro_batch)
-        sums = weighing.rejected(ran)
-        takes = weighing.takes(ran, gradients)
-        while takes:
-            sums = weighing.added(arguments[0], ran, gradients)
-            takes = ms.Tensor(False)
-        state = _following(state, weighing.with_outputs(sums, ran), rows)
-    return state
-
-
-def _following(state, part, rows):
+def following(state, part, rows):
+    """The state of a loop after a micro-batch: the next one's start; the sums; and the outputs, in which its rows are
+    appended and as many in front removed. `part` : its row, then its outputs."""
     result: tuple = (state[0] + rows, state[1] + part[0])
     for index in range(1, len(part)):
         before, new = state[index + 1], part[index]
@@ -225,7 +181,7 @@ def _following(state, part, rows):
     return result
 
 
-def _rows_at_end(samples, size):
+def padded_in_front(samples, size):
     """`samples` row indices: the last `size` are 0, 1, 2, ..., those before them are 0."""
     if isinstance(size, ms.Tensor):
         indices = ops.range(ms.Tensor(0, ms.int32), samples, ms.Tensor(1, ms.int32))

@@ -20,37 +20,17 @@ from gaccum_ms.backend.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.accumulators import GradientSums
-    from gaccum_ms.accumulation.reduction import CountedReduction
+    from gaccum_ms.accumulation.noise import NoiseRecord
 
 
 class OpenWindow(nn.Cell):
-    """A window to which batches are added, until it is complete or flushed. `drops` : whether micro-batches that
-    overflow are left out."""
+    """A window to which batches are added, until it is complete or flushed. ledger.py has its arithmetic."""
 
-    may_skip = True  # a window that counts nothing must not update
-    needs_division = True
-    is_sharded = False
-    spans_batches = True
-
-    def __init__(
-        self,
-        owner: str,
-        accumulators: GradientSums,
-        reduction: CountedReduction,
-        position: ms.Parameter,
-        accumulation_steps: int,
-        drops: bool = False,
-    ) -> None:
+    def __init__(self, owner: str, accumulators: GradientSums, position: ms.Parameter, accumulation_steps: int) -> None:
         super().__init__(auto_prefix=False)
         self.owner = owner
         self.accumulators = accumulators
-        self.reduction = reduction
-        self.may_count_nothing = not reduction.by_samples or drops
-        self.window_count = reduction.window_count
-        self.dropped_micro_batches = reduction.dropped_micro_batches
-        self.records_noise = reduction.records_noise
-        if reduction.records_noise:
-            self.noise = reduction.noise
+        self.records_noise = False
         self.window_loss = record("window_loss")
         self.window_batches = record("window_batches")  # of the last window, on this rank
         self.window_position = position
@@ -66,25 +46,30 @@ class OpenWindow(nn.Cell):
         if saturates():  # the device's flag is not enough: other code may clear or set it between two batches
             self.saturated_batches = record("saturated_batches", (1,))
 
+    def take_noise(self, noise: NoiseRecord) -> None:
+        """Empty this record with the window."""
+        self.records_noise = True
+        self.noise = noise
+
     # -- compiled ------------------------------------------------------------------------------------------------------
 
-    def begin_batch(self, scale, count):
+    def begin_batch(self, scale, expected):
         """Count the batch before any of it is added, so that `drop_if_torn` recognises a batch that failed half-way.
         Returns the unit, the loss scale over the window's expected total: the accumulators then hold
         numbers of a mean's size."""
         first = self.window_position == 0
         steps = ops.select(first, self.accumulation_steps + 0, self.window_steps + 0)
-        unit = self.seed_of_window(scale, count, steps)
-        begun = ops.depend(ops.assign(self.window_steps, steps), unit)
-        begun = ops.assign(self.window_unit, ops.depend(unit, begun))
+        unit = self.unit(scale, expected, steps)
+        begun = ops.assign(self.window_steps, ops.depend(steps, unit))
         begun = ops.assign(self.window_position, ops.depend(self.window_position + 1, begun))
         return ops.depend(unit, begun)
 
-    def seed_of_window(self, scale, count, steps):
+    def unit(self, scale, expected, steps):
         """The unit. An unset one is computed for `steps` batches of this count."""
-        seed = self.window_unit + 0.0
-        new_seed = scale / (count * ops.cast(steps, ms.float32))
-        return ops.select(ops.logical_and(seed == 0, count > 0), new_seed, seed)
+        unit = self.window_unit + 0.0
+        new_unit = scale / (expected * ops.cast(steps, ms.float32))
+        unit = ops.select(ops.logical_and(unit == 0, expected > 0), new_unit, unit)
+        return ops.depend(unit, ops.assign(self.window_unit, unit))
 
     def after_micro_batch(self, sums):
         """For a batch that Python cuts: other code may clear the device's flag between two micro-batches."""
@@ -104,12 +89,12 @@ class OpenWindow(nn.Cell):
         position = ops.depend(self.window_position, after) + 0
         return ops.logical_and(position >= self.window_steps, self.updates_held == 0)
 
-    def result(self, scale, after):
-        """The window's gradients and loss, as `Window.run` returns them, once `after` is computed."""
+    def sums_of_window(self, after):
+        """The window's sums, once `after` is computed."""
         sums = ops.depend(self.window_sums, after) + 0.0
         # Not sums[BATCHES]: after two interrupted eager gradients, MindSpore accepts no int as an index.
         sums = ops.depend(sums, ops.assign(self.window_batches, ops.unstack(sums)[BATCHES]))
-        return self.reduction(self.accumulators.read(sums), sums[:SUMS], self.window_unit + 0.0, scale)
+        return sums[:SUMS]
 
     def reset(self, after):
         """Empty the window, once `after` is computed."""

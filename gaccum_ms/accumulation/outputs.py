@@ -2,7 +2,7 @@
 gradient.
 
 An output has the micro-batch's samples on axis 0, or shape (). Samples are concatenated in the batch's order
-(micro_batches.py); scalars are added up and divided as the loss is.
+(window.py); scalars are added up and divided as the loss is.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import ops
+from mindspore.ops.functional import typeof
 
-from gaccum_ms.accumulation.micro_step import float32_loss, kinds_and_shapes
 from gaccum_ms.checks.batches import lacks_rows
-from gaccum_ms.losses import counts
-from gaccum_ms.options.options import Options
 
 _WANTED = {
     (True, False): "(numerator, denominator)",
@@ -24,6 +22,17 @@ _WANTED = {
 }
 _OUTPUT = "each of 'aux' has the micro-batch's samples on axis 0, or shape ()"
 _REMEDY = "Return a mean of shape (), or an entry for each sample; ops.swapaxes brings samples to axis 0."
+
+
+def kinds_and_shapes(values):
+    """The type of each, and the shape of each that is a Tensor, else None. A comprehension would take the compiler
+    longer: it is a loop there."""
+    kinds: tuple = ()
+    shapes: tuple = ()
+    for value in values:
+        kinds = (*kinds, typeof(value))
+        shapes = (*shapes, value.shape if isinstance(value, ms.Tensor) else None)
+    return kinds, shapes
 
 
 @ops.constexpr(check=False)  # the check warns about open shapes
@@ -59,6 +68,15 @@ def _check_rows(wanted: str, position: int, shape: tuple[int | None, ...], rows:
         )
 
 
+def check_outputs(outputs, ratio, aux, rows):
+    """Check, when compiled, what a network returned for `rows` samples; None: nobody knows how many."""
+    kinds = None
+    shapes = None
+    if isinstance(outputs, (tuple, list)):
+        kinds, shapes = kinds_and_shapes(outputs)
+    _check_outputs(kinds, shapes, ratio, aux, None if isinstance(rows, ms.Tensor) else rows)
+
+
 def check_aux(shapes: Sequence[tuple[int, ...] | None], ratio: bool, rows: int) -> None:
     """Check the shapes of what a network returned for `rows` samples, of which only `aux` concerns samples."""
     wanted = _wanted(ratio, True)[1]
@@ -71,53 +89,3 @@ def _wanted(ratio: bool, aux: bool) -> tuple[str, str]:
     """The options, and what they need."""
     options = "reduction='ratio'" * ratio + " and " * (ratio and aux) + "aux=True" * aux
     return options, f"For 'GradAccumulationCell', with {options} the network must return {_WANTED[ratio, aux]}"
-
-
-class LossWithOutputs(nn.Cell):
-    """The network returns a tuple: its loss (with ``reduction="ratio"`` a sum and the count of its items), and with
-    `aux` more outputs. A micro-batch's part of the sums is the loss times its seed, together with the rest."""
-
-    def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self.loss_is_mean = options.loss_is_mean
-        self.ratio = options.returns_ratio
-        self.aux = options.aux
-        self.first_aux = 1 + self.ratio
-        self.joined_in_python = options.splits_in_python
-        # Only the first output has a gradient.
-        self.backward = ops.value_and_grad(self.seeded_outputs, None, weights, has_aux=True)
-
-    def prepare(self, sums, unit, inputs, plan):
-        return sums, (), inputs
-
-    def run(self, seed, prepared, size, *micro_batch):
-        """Returns (the loss times its seed, the denominator of a ratio, outputs), and the gradients."""
-        return self.backward(seed, size, *micro_batch)
-
-    def seeded_outputs(self, seed, rows, *micro_batch):
-        outputs = self.network(*micro_batch)
-        kinds = None
-        shapes = None
-        if isinstance(outputs, (tuple, list)):
-            kinds, shapes = kinds_and_shapes(outputs)
-        known_rows = None if self.joined_in_python or isinstance(rows, ms.Tensor) else rows
-        _check_outputs(kinds, shapes, self.ratio, self.aux, known_rows)
-        result: tuple = (float32_loss(outputs[0]) * seed,)
-        if self.ratio:
-            result = (*result, counts.valid_or_nan(outputs[1]))
-        for index in range(self.first_aux, len(outputs)):
-            output = outputs[index]
-            result = (*result, output if output.ndim > 0 else ops.cast(output, ms.float32) * seed)
-        return result
-
-    # -- not compiled --------------------------------------------------------------------------------------------------
-
-    @property
-    def network_of_rows(self) -> nn.Cell | None:
-        """The network whose outputs are joined."""
-        return self.network if self.aux else None
-
-    def check_shapes(self, shapes: Sequence[tuple[int, ...] | None], rows: int) -> None:
-        """Check the shapes of its outputs for `rows` samples."""
-        check_aux(shapes, self.ratio, rows)

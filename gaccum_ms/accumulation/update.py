@@ -56,7 +56,7 @@ def _with_scale(loss, overflow, scale, outputs):
 
 
 class Update(nn.Cell):
-    """Update the weights with a window's gradients. `window` has the counts, and is reset."""
+    """Update the weights with a window's gradients. `window` : its ledger, which has the counts, and is reset."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Update(nn.Cell):
         overwrite(self.scale_sense, scale.astype(ms.float32))
 
     def construct(self, gradients, divisor, loss, counted):
-        """Takes what a window's `run` or `result` returns. Returns the loss, and whether the window overflowed."""
+        """Takes what the ledger's `close` returns. Returns the loss, and whether the window overflowed."""
         if self.scaled or self.window.needs_division:
             gradients = self._divided(gradients, divisor)
         if self.has_norm:
@@ -280,7 +280,7 @@ class WindowEnd(OfWindow):
         super().__init__(window, update, jit)
         # Whether a full window may make no update. Its end then is a graph of its own: a branch within the branch of a
         # full window would leak (see the head of step.py).
-        self.branches = window.may_count_nothing or update.scaled or update.has_transforms
+        self.branches = window.leaves_out or update.scaled or update.has_transforms
 
     def construct(self, after):
         """Returns whether the window overflowed. `after` : a Tensor that depends on all that must come first."""
@@ -295,19 +295,19 @@ class WindowEnd(OfWindow):
 
     def end(self, gradients, divisor, loss, counted):
         mean, overflow = self.update(gradients, divisor, loss, counted)
-        return ops.depend(overflow, ops.assign(self.window.window_loss, mean))
+        return ops.depend(overflow, ops.assign(self.window.open.window_loss, mean))
 
     def flush(self) -> bool:
         """End the window now. All ranks must call this; a rank without batches takes part with a count of zero. Returns
         whether there was an update."""
-        if not self.window.batches and not self.window.reduction.sum_over_ranks.reduces:
+        if not self.window.open.batches and not self.window.sum_over_ranks.reduces:
             return False
         with graphs.recorded_calls(self.update.optimizer, self._jit) as calls:
             try:
                 return self.updates_after(ms.Tensor(0.0, ms.float32))
             except BaseException:
                 if calls:  # else nothing is lost: the window stays
-                    self.window.drop_used()
+                    self.window.open.drop_used()
                     if self.update.has_statistics:
                         self.update.statistics.reset_eagerly()
                 raise

@@ -1,15 +1,14 @@
 """A window: its micro-batches run forward and backward one at a time, and their gradients are added up.
 
-A window has four parts; assembly.py combines them:
-
-    micro-step      one loss, several, or two passes for a loss of the whole batch (micro_step.py, grad_cache.py)
-    weighing        by samples, by counts, by a count for each loss (weighing.py)
-    store           none, or accumulators, compensated or not (accumulators.py)
-    lifetime        one batch, or open over several (open_window.py)
+    window.py           the loop over the micro-batches of a batch
+    measure.py          one micro-batch: forward and backward                       (or grad_cache.py: two passes)
+    ledger.py           what is added, with what weight, and what it is divided by
+    accumulators.py     where gradients add up
+    open_window.py      what is kept between the batches of a window of several
 
 In the modes where MindSpore's compiler accumulates, there is no loop: unrolled_window.py has the same methods.
 
-Graph mode parses the methods from `run` on. The loop carries one float32 Tensor, `sums`.
+Graph mode parses the methods from `run` on. The loop carries one float32 Tensor, `sums` ; with outputs, these too.
 
 A small network's first call takes as long as graph mode has small functions to infer. A call is one; a constant ``if``
 is one if its usual branch comes first and returns, or in an expression, else two; a comprehension is ten for each item,
@@ -27,14 +26,14 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.forward_alone import rows_of, shapes_if_taken
-from gaccum_ms.accumulation.sums import LOSS, SUMS
+from gaccum_ms.accumulation.sums import COUNT, LOSS, SUMS
 from gaccum_ms.backend.parameters import expose_records
 from gaccum_ms.layers.batchnorm import trains_batch_norm
 from gaccum_ms.options.options import Options
 from gaccum_ms.splitting.even_split import cut_axes
 
 if TYPE_CHECKING:
-    from gaccum_ms.accumulation.open_window import OpenWindow
+    from gaccum_ms.accumulation.ledger import KnownShares, Ledger
 
 
 class _LeastSamples:
@@ -62,18 +61,13 @@ class _LeastSamples:
 
 
 class Window(nn.Cell):
-    """The loop over micro-batches, and what surrounds it. `open_window` : the state between the batches of a window;
-    None: each batch is a window."""
-
-    is_sharded = False  # whether gradients are this device's parts alone
+    """The loop over micro-batches, and what surrounds it."""
 
     def __init__(
         self,
         options: Options,
-        micro_step: nn.Cell,
-        weighing: nn.Cell,
-        store: nn.Cell,
-        open_window: OpenWindow | None = None,
+        measure: nn.Cell,
+        ledger: Ledger | KnownShares,
         copies: Copies | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -82,53 +76,42 @@ class Window(nn.Cell):
         self.micro_size = options.micro_size
         self.shared, self.axis = options.shared, options.axis
         self.micro_batch_size: Any = None if options.finds_size else options.micro_batch_size
-        self.micro_step = micro_step
-        self._least = _LeastSamples(micro_step.network)
+        self.measure = measure
+        self._least = _LeastSamples(measure.network)
         self.least = ops.constexpr(self._least.read)
-        self.weighing = weighing
-        self.store = store
-        self._check_plan = getattr(micro_step, "check_plan", None)
+        self.ledger = ledger
+        self.store = ledger.store
         self._outputs_are_checked = False
-        self.spans_batches = open_window is not None
-        if open_window is not None:
-            self.open = open_window
-        self.may_skip = weighing.may_skip
-        self.needs_division = weighing.needs_division
-        self.weighs_samples = weighing.weighs_samples
+        self.spans_batches = ledger.spans_batches
+        if ledger.spans_batches:
+            self.open = ledger.open
+        self.weighs_samples = ledger.by_samples and ledger.spans_batches
+        self.ratio = options.returns_ratio
+        # Whether the sums of a batch with a bad count are in its window.
+        self.adds_bad_batches = options.returns_ratio or options.aux
         self.has_outputs = options.aux
         self.records_noise = options.record_noise
         if options.record_noise:
-            self.noise = weighing.noise
-        expose_records(self, weighing, weighing.noise if options.record_noise else None)
+            self.noise = ledger.noise
+        expose_records(self, ledger, ledger.noise if options.record_noise else None)
 
     def __getattr__(self, name: str) -> Any:
-        """At each compilation, `weighing_of_first` , `weighing_of_loop` and `weighing_of_rest` : see copies.py."""
-        if name.startswith("weighing_of_"):
-            return self.copies.of(name, self.weighing)
+        """At each compilation, `measure_of_first` , `measure_of_loop` and `measure_of_rest` : see copies.py."""
+        if name.startswith("measure_of_"):
+            return self.copies.of(name, self.measure)
         return super().__getattr__(name)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def run(self, inputs, scale):
-        """Forward, backward and add for a window of one batch. Returns (the gradients, reduced over ranks; their
-        divisor; the loss; whether anything was counted), and the outputs beside the loss."""
+        """A window of one batch. Returns (the gradients, reduced over ranks; their divisor; the loss; whether anything
+        was counted), and the outputs beside the loss."""
         plan = self.plan(inputs)
-        size = plan[micro_batches.SIZE]
-        unit = self.weighing.unit(inputs, plan, scale)
-        if plan[micro_batches.WHOLE] and not self.may_skip:
-            return self._run_whole(inputs, size, scale, unit)
-        sums, outputs = self.accumulate(inputs, plan, scale, unit)
-        return self.finish(sums, unit, scale), outputs
-
-    def _run_whole(self, inputs, size, scale, unit):
-        """`run` for a batch that is one micro-batch, whose gradients need no accumulators. A method, because the
-        compiler looks up a method's attributes before it runs any of it, and `plan` must come first."""
-        sums, gradients = self.weighing_of_loop.run(unit, (), size, *inputs)
-        outputs = ()
-        if self.has_outputs:
-            outputs = self.means(sums[1:], sums[0], scale, unit)
-            sums = sums[0]
-        return self.weighing.reduce(gradients, sums, scale, unit), outputs
+        unit = self.begin(inputs, plan, scale)
+        if plan[micro_batches.WHOLE] and not self.ledger.may_skip:
+            return self.run_whole(inputs, plan, scale, unit)
+        sums, outputs = self.add_up(inputs, plan, scale, unit)
+        return self.close(sums, unit, scale), outputs
 
     def plan(self, inputs):
         """Where the batch is cut."""
@@ -136,57 +119,181 @@ class Window(nn.Cell):
         size, number = self.micro_batch_size, self.micro_size
         return micro_batches.graph_plan(inputs, number, size, self.shared, self.axis, self.least())
 
-    def finish(self, sums, unit, scale):
-        """The end of `run` , after `accumulate` ."""
-        return self.weighing.reduce(self.store.read(sums), sums, scale, unit)
+    def begin(self, inputs, plan, scale):
+        """The unit of a window of one batch."""
+        return self.ledger.begin(scale, self.measure.total(inputs, plan))
+
+    def run_whole(self, inputs, plan, scale, unit):
+        """`run` for a batch that is one micro-batch, whose gradients need no accumulators. A method, because the
+        compiler looks up a method's attributes before it runs any of it, and `plan` must come first."""
+        size = plan[micro_batches.SIZE]
+        numerators, items, outputs, gradients = self.measure_of_loop.run(unit, (), size, size, *inputs)
+        sums = self.ledger.noted(unit, numerators, items, gradients)
+        return self.ledger.close(gradients, sums, unit, scale), self.means(outputs, sums, scale, unit)
+
+    def close(self, sums, unit, scale):
+        """The end of a window of one batch."""
+        return self.ledger.close(self.store.read(sums), sums, unit, scale)
 
     def add_batch(self, inputs, scale):
-        """Forward, backward and add for one batch of several; returns its mean loss on this rank, and its outputs."""
+        """One batch of several; returns its mean loss on this rank, and its outputs."""
         plan = self.plan(inputs)
-        total = self.weighing.counting.total(inputs, plan)
-        expected = self.weighing.expected(total)
-        unit = self.open.begin_batch(scale, expected)
-        sums = self.weighing.zero_sums()
+        items = self.measure.total(inputs, plan)
+        unit = self.ledger.begin(scale, items)
+        sums = self.ledger.zero_sums()
         outputs = ()
-        if self.weighing.weighs_samples or self.weighing.runs_all:
-            sums, outputs = self.accumulate(inputs, plan, scale, unit)
-        elif expected >= 0:  # a bad count is NaN here, and its batch is left out
-            sums = self.accumulate(inputs, plan, scale, unit)[0]
-        ended = self.open.end_batch(sums, self.weighing.counted(sums, total))
-        loss = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums, scale, unit)
+        if self.ledger.by_samples or self.adds_bad_batches:
+            sums, outputs = self.add_up(inputs, plan, scale, unit)
+        elif items >= 0:  # a bad count is NaN here, and its batch is left out
+            sums = self.add_up(inputs, plan, scale, unit)[0]
+        ended = self.ledger.end(sums, ops.unstack(sums)[COUNT] if self.ratio else items)
+        loss = self.ledger.own_mean(ops.unstack(sums)[LOSS], sums, unit, scale)
         return ops.depend(loss, ended), outputs
 
     def add_micro_batch(self, sums, times, micro_batch, scale):
-        """Forward, backward and add for one micro-batch of a batch that Python cuts. `times` : how often the batch is
-        expected to have this micro-batch's count; 4.0 for one of four equal ones. `sums` : the batch's sums so far,
-        then its items. Returns the new `sums` , the batch's mean loss so far, and the outputs."""
-        count = self.weighing.counting.of(*micro_batch)
-        expected = self.weighing.count_for_seed(count) * times
-        unit = self.open.seed_of_window(scale, expected, self.open.window_steps + 0)
-        unit = ops.depend(unit, ops.assign(self.open.window_unit, unit))
+        """One micro-batch of a batch that Python cuts. `times` : how often the batch is expected to have this
+        micro-batch's items; 4.0 for one of four equal ones. `sums` : the batch's sums so far, then its items. Returns
+        the new `sums` , the batch's mean loss so far, and the outputs."""
+        items = self.measure.counting.of(*micro_batch)
+        unit = self.open.unit(scale, self.ledger.expected(items) * times, self.open.window_steps + 0)
         rows = micro_batch[0].shape[0] if micro_batch[0].ndim > 0 else 1
-        part = self.weighing_of_loop.run_and_add(unit, (), rows, *micro_batch)
-        outputs = ()
-        if self.has_outputs:
-            outputs = part[1:]
-            part = part[0]
-        items = self.weighing.counted(part, count).reshape((1,))
-        sums = self.open.after_micro_batch(sums + ops.concat((part, items)))
-        mean = self.weighing.own_mean(ops.unstack(sums)[LOSS], sums[:SUMS], scale, unit)
-        return (sums, mean, *outputs)
+        part = self.enter(self.measure_of_loop, unit, rows, *micro_batch)
+        row = part[0]
+        items = ops.unstack(row)[COUNT] if self.ratio else items
+        sums = self.open.after_micro_batch(sums + ops.concat((row, items.reshape((1,)))))
+        mean = self.ledger.own_mean(ops.unstack(sums)[LOSS], sums[:SUMS], unit, scale)
+        return (sums, mean, *part[1:])
 
-    def accumulate(self, inputs, plan, scale, unit):
+    def add_up(self, inputs, plan, scale, unit):
         """Forward, backward and add for each micro-batch of a batch; returns the batch's sums and outputs."""
         if self.has_outputs:  # no loss of the whole batch, so there is nothing to prepare
-            weighings = self.weighing_of_first, self.weighing_of_loop, self.weighing_of_rest
-            sums, outputs = micro_batches.add_up_and_join(*weighings, inputs, plan, unit, ())
+            sums, outputs = self.add_up_and_join(inputs, plan, unit)
             return sums, self.means(outputs, sums, scale, unit)
-        sums, prepared, inputs = self.micro_step.prepare(self.weighing.zero_sums(), unit, inputs, plan)
-        loops = not self.weighing.leaves_out
-        if self.weighing.leaves_out:
-            sums = self.weighing_of_loop.add_up(sums, inputs, plan, unit, prepared)
-        part_of, part_of_last = self.weighing_of_loop.run_and_add, self.weighing_of_rest.run_and_add
-        return micro_batches.add_up(part_of, part_of_last, sums, inputs, plan, loops, unit, prepared), ()
+        sums, prepared, inputs = self.measure.prepare(self.ledger.zero_sums(), unit, inputs, plan)
+        of_loop, of_rest = self.measure_of_loop, self.measure_of_rest
+        if not self.ledger.leaves_out:
+            return micro_batches.add_up(self.add, of_loop, of_rest, sums, inputs, plan, unit, prepared), ()
+        sums = self.add_some(of_loop, sums, inputs, plan, 0, unit)
+        if plan[micro_batches.REST] > 0:
+            rest = micro_batches.plan_of_rest(plan)
+            sums = self.add_some(of_rest, sums, inputs, rest, plan[micro_batches.LOOPED], unit)
+        return sums, ()
+
+    def add(self, measure, unit, prepared, rows, *micro_batch):
+        """Run and add a micro-batch; returns its row."""
+        # Passed with `*` : graph mode forgets the length of a tuple of equal shapes inside an `if` on a Tensor.
+        items = measure.items(rows, *micro_batch)
+        numerators, items, _, gradients = measure.run(unit, prepared, rows, items, *micro_batch)
+        return self.ledger.added(unit, numerators, items, gradients)
+
+    def enter(self, measure, unit, rows, *micro_batch):
+        """A micro-batch outside of a loop, which may be left out; returns its row, and its outputs."""
+        if self.has_outputs:
+            return self.enter_with_outputs(measure, unit, rows, *micro_batch)
+        if not self.ledger.leaves_out:
+            return (self.add(measure, unit, (), rows, *micro_batch),)
+        whole = micro_batches.plan_of_whole(rows, len(micro_batch))
+        return (self.add_some(measure, self.ledger.zero_sums(), micro_batch, whole, 0, unit),)
+
+    def enter_with_outputs(self, measure, unit, rows, *micro_batch):
+        items = measure.items(rows, *micro_batch)
+        numerators, items, outputs, gradients = measure.run(unit, (), rows, items, *micro_batch)
+        if not self.ledger.judges:
+            return (self.ledger.added(unit, numerators, items, gradients), *outputs)
+        belongs = self.ledger.belongs(numerators, items)
+        row = self.ledger.rejected(belongs, items)
+        takes = self.ledger.takes(belongs, numerators, gradients)
+        while takes:
+            row = self.ledger.added(unit, numerators, items, gradients)
+            takes = ms.Tensor(False)
+        return (row, *self.ledger.outputs_of(outputs, row, belongs))
+
+    # In the loops below an inner loop runs once or not at all: see the rules at the head of step.py.
+
+    def add_some(self, measure, sums, inputs, plan, start, unit):
+        """The micro-batches from sample `start` on, of which some may be left out; returns the new sums."""
+        state = (ms.Tensor(start, ms.int32), sums)
+        if self.ledger.may_not_run:
+            return self.add_counted(measure, state, inputs, plan, unit)[1]
+        return self.add_judged(measure, state, inputs, plan, unit)[1]
+
+    def add_counted(self, measure, state, inputs, plan, unit):
+        """The loop over micro-batches that are judged by their items, before they run."""
+        while state[0] < plan[micro_batches.LOOPED]:
+            rows = micro_batches.rows_from(state[0], plan)
+            micro_batch = micro_batches.take(inputs, state[0], rows, plan[micro_batches.AXES])
+            items = measure.items(rows, *micro_batch)
+            row = self.ledger.left_out(items)
+            belongs = items > 0
+            runs = belongs.all()
+            while runs:
+                numerators, items, _, gradients = measure.run(unit, (), rows, items, *micro_batch)
+                row = self.ledger.added(unit, numerators, items, gradients)
+                runs = ms.Tensor(False)
+            for term in range(self.ledger.terms):
+                alone = self.ledger.runs_alone(term, belongs)
+                while alone:
+                    part, gradients = measure.run_alone(term, unit, items, *micro_batch)
+                    row = row + ops.depend(part, self.store.add(gradients))
+                    alone = ms.Tensor(False)
+            state = micro_batches.following(state, (row,), rows)
+        return state
+
+    def add_judged(self, measure, state, inputs, plan, unit):
+        """The loop over micro-batches that are judged when they ran. `state` : as in `add_up_and_join` ."""
+        while state[0] < plan[micro_batches.LOOPED]:
+            rows = micro_batches.rows_from(state[0], plan)
+            micro_batch = micro_batches.take(inputs, state[0], rows, plan[micro_batches.AXES])
+            items = measure.items(rows, *micro_batch)
+            numerators, items, outputs, gradients = measure.run(unit, (), rows, items, *micro_batch)
+            belongs = self.ledger.belongs(numerators, items)
+            row = self.ledger.rejected(belongs, items)
+            takes = self.ledger.takes(belongs, numerators, gradients)
+            while takes:
+                row = self.ledger.added(unit, numerators, items, gradients)
+                takes = ms.Tensor(False)
+            for term in range(self.ledger.terms):
+                alone = self.ledger.runs_alone(term, belongs)
+                while alone:
+                    part, gradients_alone = measure.run_alone(term, unit, items, *micro_batch)
+                    row = row + ops.depend(part, self.store.add(gradients_alone))
+                    alone = ms.Tensor(False)
+            state = micro_batches.following(state, (row, *self.ledger.outputs_of(outputs, row, belongs)), rows)
+        return state
+
+    def add_up_and_join(self, inputs, plan, unit):
+        """As `add_up` , with outputs, which have samples on axis 0, or shape (). Returns the sums and the batch's
+        outputs."""
+        samples, size, axes = plan[micro_batches.SAMPLES], plan[micro_batches.SIZE], plan[micro_batches.AXES]
+        # A loop carries Tensors of fixed shapes, and the network's outputs are known only after its first run. So the
+        # first micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
+        start = ms.Tensor(0, ms.int32)
+        micro_batch = micro_batches.take(inputs, start, size, axes)
+        first = self.enter_with_outputs(self.measure_of_first, unit, size, *micro_batch)
+        # Each output is as long as the batch, with the first micro-batch's rows at its end. An iteration appends its
+        # rows and removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a
+        # tuple of equal shapes that a loop carries.
+        state: tuple = (start + size, first[0])
+        for index in range(1, len(first)):
+            output = first[index]
+            if output.ndim > 0:
+                output = ops.gather(output, micro_batches.padded_in_front(samples, size), 0)
+            state = (*state, output)
+        of_loop, looped, rest = self.measure_of_loop, plan[micro_batches.LOOPED], plan[micro_batches.REST]
+        if isinstance(size, ms.Tensor) or looped > size:
+            if self.ledger.judges:
+                state = self.add_judged(of_loop, state, inputs, plan, unit)
+            else:
+                while state[0] < looped:
+                    rows = micro_batches.rows_from(state[0], plan)
+                    micro_batch = micro_batches.take(inputs, state[0], rows, axes)
+                    part = self.enter_with_outputs(of_loop, unit, rows, *micro_batch)
+                    state = micro_batches.following(state, part, rows)
+        if rest > 0:
+            micro_batch = micro_batches.take_rest(inputs, looped, axes)
+            part = self.enter_with_outputs(self.measure_of_rest, unit, rest, *micro_batch)
+            state = micro_batches.following(state, part, rest)
+        return state[1], state[2:]
 
     def means(self, outputs, sums, scale, unit):
         """The outputs; those of shape () are divided as this rank's loss is."""
@@ -194,21 +301,11 @@ class Window(nn.Cell):
         for index in range(len(outputs)):
             output = outputs[index]
             if output.ndim == 0:
-                output = self.weighing.own_mean(output, sums, scale, unit)
+                output = self.ledger.own_mean(output, sums, unit, scale)
             result = (*result, output)
         return result
 
-    def reset(self, after):
-        """Zero the accumulators, once `after` is computed."""
-        after = ops.depend(after, self.noise.reset(after)) if self.records_noise else after
-        return self.store.reset(after)
-
     # -- not compiled --------------------------------------------------------------------------------------------------
-
-    @property
-    def adds_bad_batches(self) -> bool:
-        """Whether the sums of a batch with a bad count are in its window."""
-        return self.weighing.runs_all
 
     def begin_micro_batch(self) -> None:
         """Before Python runs `add_micro_batch` , which plans nothing."""
@@ -226,15 +323,14 @@ class Window(nn.Cell):
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
         """Before a batch: check what must be equal on all ranks. A collective, if they share one loss."""
-        if self._check_plan is not None:
-            self._check_plan(plan)
+        self.measure.check_plan(plan)
 
     def check_outputs(
         self, inputs: Sequence[ms.Tensor], plan: micro_batches.SplitPlan, weights: Sequence[ms.Parameter]
     ) -> None:
         """Before the first batch: check what the network returns beside its loss at another number of samples than a
         micro-batch has, so that none fits by chance."""
-        network = getattr(self.micro_step, "network_of_rows", None)
+        network = self.measure.network_of_rows
         if network is None or self._outputs_are_checked:
             return
         self._outputs_are_checked = True
@@ -243,14 +339,8 @@ class Window(nn.Cell):
         part = rows_of(inputs, rows, plan.samples, cut_axes(len(inputs), self.shared, self.axis))
         shapes = shapes_if_taken(network, part, weights)
         if shapes is not None:
-            self.micro_step.check_shapes(shapes, rows)
+            self.measure.check_shapes(shapes, rows)
 
     def reset_eagerly(self) -> None:
-        """Outside of a graph, after a batch failed: zero the accumulators. A window of several batches stays as it is
-        only if the batch never began."""
-        if self.spans_batches:
-            self.open.drop_if_torn()
-            return
-        self.store.reset_eagerly()
-        if self.records_noise:
-            self.noise.reset_eagerly()
+        """After a batch failed: see `Ledger.reset_eagerly` ."""
+        self.ledger.reset_eagerly()

@@ -29,7 +29,8 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.micro_step import float32_loss, float32_losses, kinds_and_shapes
+from gaccum_ms.accumulation.measure import float32_loss, float32_losses
+from gaccum_ms.accumulation.outputs import kinds_and_shapes
 from gaccum_ms.backend.parameters import record
 from gaccum_ms.distributed.stages import stages
 from gaccum_ms.losses import counts

@@ -10,8 +10,7 @@ number of micro-batches: `mindspore.lazy_inline` on the network bounds the compi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -47,17 +46,16 @@ class OpenSums(OpenWindow):
     belong to them. `parts` : what has the counts."""
 
     is_sharded = True
+    may_skip = True
+    needs_division = True
+    spans_batches = True
 
     def __init__(
         self, store: GradientSums, parts: nn.Cell, sum_over_devices: ops.AllReduce, position: ms.Parameter, steps: int
     ) -> None:
-        records: Any = SimpleNamespace(
-            window_count=parts.window_count,
-            dropped_micro_batches=record("dropped_micro_batches"),
-            records_noise=False,
-            by_samples=False,
-        )
-        super().__init__("GradAccumulationCell", store, records, position, steps)
+        super().__init__("GradAccumulationCell", store, position, steps)
+        self.window_count = parts.window_count
+        self.dropped_micro_batches = record("dropped_micro_batches")
         self.sum_over_devices = sum_over_devices
 
     def on_any_rank(self, condition):
@@ -110,6 +108,11 @@ class UnrolledWindow(nn.Cell):
             steps = setup.options.accumulation_steps
             self.open = OpenSums(self.store, self.parts, self.sum_over_devices, position, steps)
             self.batch_weight = record("batch_weight", value=1.0)  # 0 for a flush, which runs the last batch again
+
+    @property
+    def ledger(self) -> nn.Cell:
+        """What the update ends."""
+        return self.open if self.spans_batches else self
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.accumulators import GradientSums
+from gaccum_ms.accumulation.ledger import BATCHES, COUNTS, SAMPLES, TOTALS, Ledger
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
@@ -24,7 +25,6 @@ from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, 
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.checks.batches import NEEDS_COUNT, check_gradients, check_rule, checked_count, checked_loss
 from gaccum_ms.checks.other_names import explains_other_names
-from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.losses import counts
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.options.checked import accumulator_options
@@ -34,7 +34,6 @@ from gaccum_ms.training.admission import Scaling, admit_weights, can_compile, re
 from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, warning_of_ranks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
-from gaccum_ms.training.batch_reduction import BATCHES, COUNTS, SAMPLES, SUMS, BatchReduction
 from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
 from gaccum_ms.training.gradients_of_batch import CallsOfFunctions, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
@@ -208,28 +207,22 @@ class GradAccumulator(nn.Cell):
         self.needs_count = min_count is not None
         self._no_count = NoCount(min_count)
         self.window_position = counter("window_position")
-        batch_reduction = BatchReduction(weights, min_count, self.window_position)
-        self.window = OpenWindow(
-            _NAME,
-            GradientSums(weights, options.accumulators.dtype, options.accumulators.compensated),
-            batch_reduction,
-            self.window_position,
-            accumulation_steps,
-            options.drops,
-        )
-        self.update = Update(_NAME, optimizer, weights, self.window, options, scale_sense)
+        run_record = RunRecord(_NAME, ("batches", "samples", "counts", "sums"), accumulation_steps, None)
+        store = GradientSums(weights, options.accumulators.dtype, options.accumulators.compensated)
+        self.window = OpenWindow(_NAME, store, self.window_position, accumulation_steps)
+        self.ledger = Ledger(options, weights, store, self.window, rule=run_record.window_rule)
+        self.update = Update(_NAME, optimizer, weights, self.ledger, options, scale_sense)
         find_lost_state = functools.cache(functools.partial(lost_state, self.update))
         if not graphs.runs_eagerly(self._jit) and (state := find_lost_state()) is not None:
             if ms.get_context("mode") == ms.GRAPH_MODE:
                 refusal(_NAME, state)()
             warn_of_lost_state(_NAME, state)
             self._jit = False
-        self.end_window = WindowEnd(self.window, self.update, self._jit)
-        self.accu_grads = self.window.accumulators.sums
-        expose_records(self, self.window, self.update, *self.update.links)
+        self.end_window = WindowEnd(self.ledger, self.update, self._jit)
+        self.accu_grads = store.sums
+        expose_records(self, self.window, self.ledger, self.update, *self.update.links)
         self.batch_count = counter("batch_count")
-        self.run_record = RunRecord(_NAME, ("batches", "samples", "counts", "sums"), accumulation_steps, None)
-        batch_reduction.window_rule = self.run_record.window_rule
+        self.run_record = run_record
         # A loop without accumulation calls the optimizer alone, which names what it holds.
         lasting = self.run_record, self.update, self.window, self.window_position
         self._lifecycle = Lifecycle(*lasting, self._jit, named=optimizer)
@@ -285,8 +278,8 @@ class GradAccumulator(nn.Cell):
     def _take_reduction(self) -> None:
         """Before anything is compiled, take what the losses are."""
         self.loss_is_mean = self._reduction.value != "sum"
-        self.rule_without_count = BATCHES if self.loss_is_mean else SUMS
-        self.window.reduction.may_stay_sum = not self.loss_is_mean
+        self.rule_without_count = BATCHES if self.loss_is_mean else TOTALS
+        self.ledger.loss_is_mean = self.loss_is_mean
         if self.drops and not self.loss_is_mean:
             self.needs_count = True
         self.run_record.reduction = self._reduction.value
@@ -455,34 +448,23 @@ class GradAccumulator(nn.Cell):
         self._look()
         scale = self.update.scale()
         items = ops.ones((), ms.float32) if count is None else counts.valid_or_nan(count)
-        added_count = ops.zeros_like(items)
-        dropped = ops.zeros_like(items)
-        # A sum over no items is a number, and belongs in; a mean over none does not.
-        unit = self.window.begin_batch(scale, items if self.loss_is_mean else counts.one_if_zero(items))
+        unit = self.ledger.begin(scale, items)
         weight = unit / scale  # the gradients contain the scale
         if self.loss_is_mean:
             weight = weight * items
         # Before the branch: within it, a graph reads some views at a wrong address (see graphs.py).
-        weighed = self.window.reduction.weighed(gradients, weight)
-        belongs = items > 0 if self.loss_is_mean else items >= 0
-        takes = belongs
-        if self.drops:  # not of `gradients` : beside transforms, MindSpore compiles no such check of a graph's inputs
-            takes = ops.logical_and(belongs, all_finite(weighed))
-            dropped = ops.cast(ops.logical_and(belongs, ops.logical_not(takes)), ms.float32)
-        if takes:
-            added_count = ops.depend(items, self.window.accumulators.add(weighed))
-        seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
-        losses = ops.zeros_like(items)
+        weighed = self.ledger.weighed(gradients, weight)
+        numerator = ops.zeros_like(items)
         if loss is not None:
-            # Without that of a batch that is left out, which may be NaN.
-            loss = ops.cast(loss, ms.float32).reshape(()) * weight * scale
-            losses = ops.select(ops.logical_and(belongs, dropped == 0), loss, losses)
+            numerator = ops.cast(loss, ms.float32).reshape(()) * weight * scale
+        row = self.ledger.enter(unit, numerator, items, weighed)
+        seen = ops.assign_add(self.batch_count, ms.Tensor(1, ms.int32))
         if rule is None:  # within a function under `mindspore.jit`
             rule = ms.Tensor(self.rule_without_count if count is None else COUNTS, ms.int32)
             if loss is not None:
                 self._note_loss()
         seen = ops.depend(seen, ops.assign(self.run_record.window_rule, rule))
-        ended = self.window.end_batch(ops.stack((losses, added_count, dropped)), ops.depend(items, seen))
+        ended = self.ledger.end(row, ops.depend(items, seen))
         if self.called_by_python:  # `__call__` ends the window
             return clear_flag(ops.neg(ended))
         updates = self.update_count + 0

@@ -180,7 +180,7 @@ class PythonSplit(Runner):
         if outputs[0].ndim == 0:
             unit = self._parts.window.open.window_unit + 0.0
             scale = self._parts.update.scale()
-            return self._parts.window.weighing.own_mean(ops.addn(list(outputs)), sums, scale, unit)
+            return self._parts.window.ledger.own_mean(ops.addn(list(outputs)), sums, unit, scale)
         if not self.split.joins:
             return outputs[0]
         arrays = [output.asnumpy() for output in outputs]

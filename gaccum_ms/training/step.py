@@ -2,9 +2,9 @@
 
     split the batch
     for each micro-batch:                       (window.py)
-        forward, backward                       (micro_step.py) seeded with its share or count, times the loss scale
+        forward, backward                       (measure.py) seeded with its share or count, times the loss scale
         note its norm                           with record_noise (noise.py)
-        add to the accumulators                 unless it counts nothing, or overflowed and overflows are dropped
+        add to the accumulators                 (ledger.py) unless it counts nothing, or overflowed and is dropped
     if the batch is its window's last:          (open_window.py; without accumulation_steps each batch is)
         reduce over ranks, once                 several counted losses: their counts too, before the loop
         divide by total count and loss scale    (from here on: update.py)
@@ -54,7 +54,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.assembly import Kinds, combined, fused_reducer, kinds_of
+from gaccum_ms.accumulation.assembly import fused_reducer, window_of
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
 from gaccum_ms.backend import graphs
@@ -225,8 +225,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self.rate_steps = counter("rate_steps", options.accumulation_steps)  # the rate is for windows of this length
         self.spans_batches = options.accumulation_steps > 1 or options.splits_in_python
         self.window = self._make_window()
-        ended = self._open_window() or self.window
-        self.update = Update(_NAME, optimizer, self.weights, ended, options, scale_sense, setup.network)
+        self.update = Update(_NAME, optimizer, self.weights, self.window.ledger, options, scale_sense, setup.network)
         # The last child, so that its Parameters are the last in a checkpoint: a file that was cut lacks one of them.
         steps, resumes_windows = options.accumulation_steps, not self._unrolled
         self.run_record = RunRecord(_NAME, (rule_of(options),), steps, options.reduction, resumes_windows)
@@ -235,11 +234,8 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         if self._unrolled:
             self._setup = auto_parallel.with_accumulators(self._setup) if self.spans_batches else self._setup
             return UnrolledWindow(self._setup, self.weights, self.window_position if self.spans_batches else None)
-        kinds = self._kinds_of_window()
-        return combined(kinds, self._setup, self.weights, self.grad_reducer, self.window_position)
-
-    def _kinds_of_window(self) -> Kinds:
-        return kinds_of(self._setup, self.spans_batches)
+        position = self.window_position if self.spans_batches else None
+        return window_of(self._setup, self.weights, self.grad_reducer, position)
 
     def _assemble(self) -> None:
         """Connect the parts, of which the window may be new."""
@@ -248,7 +244,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         if open_window is not None and self._unrolled:
             end_window = AddedBatch(self.window, self.update, self.batch_count)
         elif open_window is not None:
-            end_window = self.end_window = WindowEnd(open_window, self.update, self._jit)
+            end_window = self.end_window = WindowEnd(self.window.ledger, self.update, self._jit)
         self.accu_grads = self.window.store.sums
         expose_records(self, self.window, open_window, self.update, *self.update.links)
         counters = self.batch_count, self.window_position
@@ -286,7 +282,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self.spans_batches = True
         with auto_parallel.settings_of(self._outer[0]):
             self.window = self._make_window()
-            self.update.take_window(self.window.open)
+            self.update.take_window(self.window.ledger)
             self._assemble()
 
     @property

@@ -27,8 +27,8 @@ class AddBatch(OfWindow):
             loss, outputs = self.window.add_batch(inputs, scale)
             return (loss, *outputs, scale)
         plan = self.window.plan(inputs)
-        unit = self.window.weighing.unit(inputs, plan, scale)
-        sums, outputs = self.window.accumulate(inputs, plan, scale, unit)
+        unit = self.window.begin(inputs, plan, scale)
+        sums, outputs = self.window.add_up(inputs, plan, scale, unit)
         return (sums, unit, *outputs, scale)
 
 
@@ -36,7 +36,7 @@ class EndBatch(OfWindow):
     """Updates after a batch, if each batch is a window. Returns the loss, and whether the window overflowed."""
 
     def construct(self, sums, unit, scale):
-        return self.update(*self.window.finish(sums, unit, scale))
+        return self.update(*self.window.close(sums, unit, scale))
 
 
 class TwoGraphs(Runner):
