@@ -20,9 +20,7 @@ from gaccum_ms.options.options import Options
 from gaccum_ms.options.rules import Setup
 
 
-def window_of(
-    setup: Setup, weights: ms.ParameterTuple, grad_reducer: nn.Cell, position: ms.Parameter | None
-) -> Window:
+def window_of(setup: Setup, weights: ms.ParameterTuple, grad_reducer: nn.Cell, position: ms.Parameter | None) -> Window:
     """The window. `position` : batches of the open window so far, int32 of shape (); None: each batch is a window."""
     options, network = setup.options, setup.network
     by_samples = not options.counts_items

@@ -4,7 +4,7 @@
     row = added(unit, numerators, items, gradients) a micro-batch: its gradients are in the store, its row is returned
     sums = sums + row                               of all micro-batches of a batch
     end(sums, items)                                a batch of a window that stays open
-    close(gradients, sums, unit, scale)             over ranks, once: (gradients, divisor, loss, whether anything counts)
+    close(gradients, sums, unit, scale)             over ranks, once; returns what the update takes
 
 Gradients and numerators are multiples of the unit. There are two divisions:
 
@@ -122,6 +122,10 @@ class Ledger(nn.Cell):
     def left_out(self, items):
         """The row of a micro-batch that counts nothing. A NaN count is added, because it must reach the total."""
         return self.row(ops.zeros_like(items), items)
+
+    def runs(self, items):
+        """Whether a micro-batch that `may_not_run` runs."""
+        return items > 0
 
     def belongs(self, numerator, items):
         """Whether a micro-batch that ran belongs to the window."""
@@ -254,8 +258,8 @@ class Ledger(nn.Cell):
 
 
 class KnownShares(nn.Cell):
-    """The window of one batch whose samples are its items. `sums` : the loss. A loss that is not a mean over samples has
-    weight 1."""
+    """The window of one batch whose samples are its items. `sums` : the loss. A loss that is not a mean over samples
+    has weight 1."""
 
     may_skip = False
     needs_division = False  # but by the loss scale
@@ -351,6 +355,9 @@ class SharesOfLosses(KnownShares):
 
     def left_out(self, items):
         return self.zero_sums()
+
+    def runs(self, items):
+        return (items > 0).all()
 
     def belongs(self, numerators, items):
         """Which of the losses belong to the window."""

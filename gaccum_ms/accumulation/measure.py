@@ -100,8 +100,8 @@ class _LossAlone(nn.Cell):
 
 
 class Measure(nn.Cell):
-    """Runs the network on a micro-batch. `counted` : whether items are counted at run time; else they are samples, which
-    shapes tell."""
+    """Runs the network on a micro-batch. `counted` : whether items are counted at run time; else shapes tell the
+    samples."""
 
     def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple, counted: bool) -> None:
         super().__init__(auto_prefix=False)

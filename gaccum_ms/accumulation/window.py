@@ -224,14 +224,13 @@ class Window(nn.Cell):
             micro_batch = micro_batches.take(inputs, state[0], rows, plan[micro_batches.AXES])
             items = measure.items(rows, *micro_batch)
             row = self.ledger.left_out(items)
-            belongs = items > 0
-            runs = belongs.all()
+            runs = self.ledger.runs(items)
             while runs:
                 numerators, items, _, gradients = measure.run(unit, (), rows, items, *micro_batch)
                 row = self.ledger.added(unit, numerators, items, gradients)
                 runs = ms.Tensor(False)
             for term in range(self.ledger.terms):
-                alone = self.ledger.runs_alone(term, belongs)
+                alone = self.ledger.runs_alone(term, items > 0)
                 while alone:
                     part, gradients = measure.run_alone(term, unit, items, *micro_batch)
                     row = row + ops.depend(part, self.store.add(gradients))
