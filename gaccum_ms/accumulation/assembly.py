@@ -8,7 +8,7 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.grad_cache import TwoPasses
-from gaccum_ms.accumulation.ledger import KnownShares, Ledger, SharesOfLosses
+from gaccum_ms.accumulation.ledger import DividedAfterwards, KnownShares, Ledger, SharesOfLosses
 from gaccum_ms.accumulation.measure import Measure
 from gaccum_ms.accumulation.noise import ALL_SUMS
 from gaccum_ms.accumulation.open_window import OpenWindow
@@ -31,7 +31,7 @@ def window_of(setup: Setup, weights: ms.ParameterTuple, grad_reducer: nn.Cell, p
         shares = KnownShares(options, store, grad_reducer, loss_is_mean=False)
         return Window(options, TwoPasses(network, weights), shares)  # its two passes must draw the same: no copies
     is_known = position is None and not options.counted and not options.several_losses
-    ledger: Ledger | KnownShares
+    ledger: Ledger
     if options.several_losses:
         ledger = SharesOfLosses(options, store, grad_reducer, weights, options.own_count is None)
     elif is_known:
@@ -41,7 +41,7 @@ def window_of(setup: Setup, weights: ms.ParameterTuple, grad_reducer: nn.Cell, p
         if position is not None:
             open_window = OpenWindow("GradAccumulationCell", store, position, options.accumulation_steps)
         runs_all = options.returns_ratio or options.aux
-        ledger = Ledger(options, weights, store, open_window, by_samples=by_samples, runs_all=runs_all)
+        ledger = DividedAfterwards(options, weights, store, open_window, by_samples=by_samples, runs_all=runs_all)
     measure = Measure(options, network, weights, counted=not is_known)
 
     def copy_of_measure(number: int) -> nn.Cell | None:

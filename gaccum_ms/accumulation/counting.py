@@ -5,9 +5,9 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
+from gaccum_ms.splitting import micro_batches
 
 
 class Counting(nn.Cell):

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.measure import float32_loss
 from gaccum_ms.backend import no_grad
 from gaccum_ms.distributed.layout import gather_json
@@ -33,6 +32,7 @@ from gaccum_ms.losses.batch_loss import (
     check_rows,
     check_rows_in_graph,
 )
+from gaccum_ms.splitting import micro_batches
 
 
 class _Forward(nn.Cell):

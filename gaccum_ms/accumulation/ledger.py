@@ -8,11 +8,11 @@
 
 Gradients and numerators are multiples of the unit. There are two divisions:
 
-    KnownShares     The total is known when the window begins: the samples of one batch, which are a constant of the
-                    graph, or the counts of several losses, which are reduced first. The unit is the loss scale over the
-                    total, so seeds are shares, and nothing but the scale is left to divide by.
-    Ledger          Counts, ratios, windows of several batches, dropped micro-batches: the total is known at the end.
-                    The unit is of the right size only, and the sums are divided by unit * total.
+    KnownShares         The total is known when the window begins: the samples of one batch, which are a constant of the
+                        graph, or the counts of several losses, which are reduced first. The unit is the loss scale over
+                        the total. So seeds are shares, and nothing but the scale is left to divide by.
+    DividedAfterwards   Counts, ratios, windows of several batches, dropped micro-batches: the total is known at the
+                        end. The unit is of the right size only, and the sums are divided by unit * total.
 
 A micro-batch is left out in two places. One that `may_not_run` is judged by its items: a mean over no items is NaN, and
 so is its gradient. One that is judged when it ran (`judges` ) is left out if it overflowed and overflows are dropped,
@@ -42,17 +42,70 @@ BATCHES, SAMPLES, COUNTS, TOTALS = (RULES.index(rule) for rule in ("batches", "s
 
 
 class Ledger(nn.Cell):
-    """The window that is divided afterwards. `sums` : the loss, the count, dropped micro-batches.
+    """What both kinds have. `noise` : records the norms of micro-batches, if that is wanted."""
+
+    is_sharded = False  # whether gradients are this device's parts alone
+    may_skip = True  # whether a window may have to make no update
+    needs_division = True  # by more than the loss scale
+    spans_batches = False
+    by_samples = True
+    may_not_run = judges = leaves_out = False  # whether a micro-batch may be left out
+    terms = 0  # losses that may have to run alone
+
+    def __init__(self, store: nn.Cell, noise: NoiseRecord | None) -> None:
+        super().__init__(auto_prefix=False)
+        self.store = store
+        self.records_noise = noise is not None
+        if noise is not None:
+            self.noise = noise
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def row(self, numerators, items):
+        return numerators
+
+    def noted(self, unit, numerators, items, gradients):
+        """The row of a micro-batch, whose norm is recorded."""
+        row = self.row(numerators, items)
+        if not self.records_noise:
+            return row
+        return ops.depend(row, self.noise.note(gradients, unit, counts.float32(items)))
+
+    def added(self, unit, numerators, items, gradients):
+        """Add a micro-batch; returns its row."""
+        return ops.depend(self.noted(unit, numerators, items, gradients), self.store.add(gradients))
+
+    def outputs_of(self, outputs, row, belongs):
+        """The outputs of a micro-batch that may be left out."""
+        return outputs
+
+    def reset(self, after):
+        """Empty the window, once `after` is computed."""
+        if self.spans_batches:
+            return self.open.reset(after)
+        after = ops.depend(after, self.noise.reset(after)) if self.records_noise else after
+        return self.store.reset(after)
+
+    # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def reset_eagerly(self) -> None:
+        """After a batch failed, empty the window outside of a graph. One of several batches stays as it is if the batch
+        never began."""
+        if self.spans_batches:
+            self.open.drop_if_torn()
+            return
+        self.store.reset_eagerly()
+        if self.records_noise:
+            self.noise.reset_eagerly()
+
+
+class DividedAfterwards(Ledger):
+    """The window whose total is known at its end. `sums` : the loss, the count, dropped micro-batches.
 
     `by_samples` : the items are samples, and not the user's own; MindSpore's ``gradients_mean`` then decides between
     mean and sum over ranks, and each rank reports its own loss, as without accumulation. `runs_all` : micro-batches
     without items run too, because the network counts them, or returns outputs. `open_window` : if windows have several
     batches."""
-
-    may_skip = True  # whether a window may have to make no update
-    needs_division = True
-    is_sharded = False
-    terms = 0  # losses that may have to run alone
 
     def __init__(
         self,
@@ -65,8 +118,12 @@ class Ledger(nn.Cell):
         runs_all: bool = False,
         rule: ms.Parameter | None = None,
     ) -> None:
-        super().__init__(auto_prefix=False)
-        self.store = store
+        # With `min_count` a window of no items is an update, but not the flush of a window that no rank has begun.
+        counts_batches = options.min_count is not None and open_window is not None
+        noise_from = SUMS + counts_batches
+        sum_over_ranks = SumOverRanks(weights, (noise_from + NOISE_SUMS * options.record_noise,))
+        factor = sum_over_ranks.summed_ranks() if by_samples else 1.0
+        super().__init__(store, NoiseRecord(None, factor) if options.record_noise else None)
         self.by_samples = by_samples
         self.loss_is_mean = options.loss_is_mean
         self.drops = options.drops
@@ -77,23 +134,16 @@ class Ledger(nn.Cell):
         # A loss that is a sum without a count has no divisor.
         self.divides = self.loss_is_mean or not by_samples
         self.map = ops.HyperMap()
+        self.counts_batches, self.noise_from = counts_batches, noise_from
         self.spans_batches = open_window is not None
         if open_window is not None:
             self.open = open_window
+            if self.records_noise:
+                open_window.take_noise(self.noise)
             if saturates():
                 self.saturated_batches = open_window.saturated_batches
-        # With `min_count` a window of no items is an update, but not the flush of a window that no rank has begun.
-        self.counts_batches = self.min_count is not None and self.spans_batches
-        self.noise_from = SUMS + self.counts_batches
-        self.records_noise = options.record_noise
-        self.sum_over_ranks = SumOverRanks(weights, (self.noise_from + NOISE_SUMS * self.records_noise,))
-        self.ranks = self.sum_over_ranks.ranks
-        self.summed_ranks = self.sum_over_ranks.summed_ranks()
-        self.factor = self.summed_ranks if by_samples else 1.0
-        if self.records_noise:
-            self.noise = NoiseRecord(None, self.factor)
-            if open_window is not None:
-                open_window.take_noise(self.noise)
+        self.sum_over_ranks, self.factor = sum_over_ranks, factor
+        self.ranks, self.summed_ranks = sum_over_ranks.ranks, sum_over_ranks.summed_ranks()
         self.has_rule = rule is not None
         if rule is not None:
             self.rule = rule  # what the batches of a loop weigh by
@@ -141,15 +191,6 @@ class Ledger(nn.Cell):
         """The row of a micro-batch that ran and is not added."""
         row = self.left_out(items)
         return ops.select(belongs, ms.Tensor([0.0, 0.0, 1.0], ms.float32), row) if self.drops else row
-
-    def noted(self, unit, numerators, items, gradients):
-        """The row of a micro-batch, whose norm is recorded if that is wanted."""
-        row = self.row(numerators, items)
-        return ops.depend(row, self.noise.note(gradients, unit, items)) if self.records_noise else row
-
-    def added(self, unit, numerators, items, gradients):
-        """Add a micro-batch; returns its row."""
-        return ops.depend(self.noted(unit, numerators, items, gradients), self.store.add(gradients))
 
     def weighed(self, gradients, weight):
         """Given gradients, times what the window weighs them with."""
@@ -237,46 +278,18 @@ class Ledger(nn.Cell):
             count = ops.select(is_sum, ops.ones_like(count), count)
         return count, divisor
 
-    def reset(self, after):
-        """Empty the window, once `after` is computed."""
-        if self.spans_batches:
-            return self.open.reset(after)
-        after = ops.depend(after, self.noise.reset(after)) if self.records_noise else after
-        return self.store.reset(after)
 
-    # -- not compiled --------------------------------------------------------------------------------------------------
-
-    def reset_eagerly(self) -> None:
-        """Empty the window outside of a graph, after a batch failed. One of several batches stays as it is if the batch
-        never began."""
-        if self.spans_batches:
-            self.open.drop_if_torn()
-            return
-        self.store.reset_eagerly()
-        if self.records_noise:
-            self.noise.reset_eagerly()
-
-
-class KnownShares(nn.Cell):
+class KnownShares(Ledger):
     """The window of one batch whose samples are its items. `sums` : the loss. A loss that is not a mean over samples
     has weight 1."""
 
     may_skip = False
-    needs_division = False  # but by the loss scale
-    is_sharded = False
-    spans_batches = False
-    may_not_run = judges = leaves_out = False
-    by_samples = True
-    terms = 0
+    needs_division = False
 
     def __init__(self, options: Options, store: nn.Cell, grad_reducer: nn.Cell, loss_is_mean: bool) -> None:
-        super().__init__(auto_prefix=False)
-        self.store = store
+        super().__init__(store, NoiseRecord(grad_reducer) if options.record_noise else None)
         self.grad_reducer = grad_reducer
         self.loss_is_mean = loss_is_mean
-        self.records_noise = options.record_noise
-        if options.record_noise:
-            self.noise = NoiseRecord(grad_reducer)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -285,14 +298,6 @@ class KnownShares(nn.Cell):
 
     def zero_sums(self):
         return ms.Tensor(0.0, ms.float32)
-
-    def noted(self, unit, numerators, items, gradients):
-        if not self.records_noise:
-            return numerators
-        return ops.depend(numerators, self.noise.note(gradients, unit, counts.float32(items)))
-
-    def added(self, unit, numerators, items, gradients):
-        return ops.depend(self.noted(unit, numerators, items, gradients), self.store.add(gradients))
 
     def own_mean(self, numerator, sums, unit, scale):
         return numerator / scale
@@ -303,17 +308,6 @@ class KnownShares(nn.Cell):
             return self.grad_reducer(gradients), scale, loss, True
         gradients, recorded = self.noise.reduce(self.grad_reducer, gradients, unit / scale, loss)
         return gradients, scale, ops.depend(loss, recorded), True
-
-    def reset(self, after):
-        after = ops.depend(after, self.noise.reset(after)) if self.records_noise else after
-        return self.store.reset(after)
-
-    # -- not compiled --------------------------------------------------------------------------------------------------
-
-    def reset_eagerly(self) -> None:
-        self.store.reset_eagerly()
-        if self.records_noise:
-            self.noise.reset_eagerly()
 
 
 class SharesOfLosses(KnownShares):
@@ -369,9 +363,6 @@ class SharesOfLosses(KnownShares):
     def runs_alone(self, term, belongs):
         """Whether a loss runs alone, because another has no items."""
         return ops.logical_and(ops.unstack(belongs)[term], ops.logical_not(belongs.all()))
-
-    def outputs_of(self, outputs, row, belongs):
-        return outputs
 
     def rejected(self, belongs, items):
         return self.zero_sums()

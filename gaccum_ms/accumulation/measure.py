@@ -22,11 +22,11 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
-from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.counting import Counting
 from gaccum_ms.accumulation.outputs import check_aux, check_outputs, kinds_and_shapes
 from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
+from gaccum_ms.splitting import micro_batches
 
 # Graph mode's type names, for values that a network may return by mistake.
 _KINDS = {"Dict": "a dict", "TypeNone": "None", "Float": "a number", "Int": "a number", "Bool": "a bool"}

@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation import micro_batches
 from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.forward_alone import rows_of, shapes_if_taken
 from gaccum_ms.accumulation.sums import COUNT, LOSS, SUMS
 from gaccum_ms.backend.parameters import expose_records
 from gaccum_ms.layers.batchnorm import trains_batch_norm
 from gaccum_ms.options.options import Options
+from gaccum_ms.splitting import micro_batches
 from gaccum_ms.splitting.even_split import cut_axes
 
 if TYPE_CHECKING:
-    from gaccum_ms.accumulation.ledger import KnownShares, Ledger
+    from gaccum_ms.accumulation.ledger import Ledger
 
 
 class _LeastSamples:
@@ -67,7 +67,7 @@ class Window(nn.Cell):
         self,
         options: Options,
         measure: nn.Cell,
-        ledger: Ledger | KnownShares,
+        ledger: Ledger,
         copies: Copies | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)

@@ -1,5 +1,5 @@
 """How a batch becomes micro-batches, beside a function of one's own: evenly. This file has the option, and where Python
-knows the boundaries to be; accumulation/micro_batches.py has the graph's part."""
+knows the boundaries to be; micro_batches.py has the graph's part."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.accumulators import GradientSums
-from gaccum_ms.accumulation.ledger import BATCHES, COUNTS, SAMPLES, TOTALS, Ledger
+from gaccum_ms.accumulation.ledger import BATCHES, COUNTS, SAMPLES, TOTALS, DividedAfterwards
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import Update, WindowEnd
@@ -210,7 +210,7 @@ class GradAccumulator(nn.Cell):
         run_record = RunRecord(_NAME, ("batches", "samples", "counts", "sums"), accumulation_steps, None)
         store = GradientSums(weights, options.accumulators.dtype, options.accumulators.compensated)
         self.window = OpenWindow(_NAME, store, self.window_position, accumulation_steps)
-        self.ledger = Ledger(options, weights, store, self.window, rule=run_record.window_rule)
+        self.ledger = DividedAfterwards(options, weights, store, self.window, rule=run_record.window_rule)
         self.update = Update(_NAME, optimizer, weights, self.ledger, options, scale_sense)
         find_lost_state = functools.cache(functools.partial(lost_state, self.update))
         if not graphs.runs_eagerly(self._jit) and (state := find_lost_state()) is not None:

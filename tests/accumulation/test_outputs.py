@@ -9,7 +9,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import CountMask, GradAccumulationCell
-from gaccum_ms.accumulation import micro_batches
+from gaccum_ms.splitting import micro_batches
 from tests.support.reference import as_numpy, make_step
 from tests.support.reuse import Reused
 from tests.support.state import manager
@@ -133,7 +133,7 @@ def test_negative_control_a_changed_order_is_caught(pynative, monkeypatch):
             following = (*following, old + new if new.shape == () else ops.concat((new, old[: len(old) - rows])))
         return following
 
-    monkeypatch.setattr(micro_batches, "_following", in_front)
+    monkeypatch.setattr(micro_batches, "following", in_front)
     x, mask = batch(MASK)
     _, *rows, _ = step_of(WithOutputs(), aux=True, micro_size=4)(x, mask)
     with pytest.raises(AssertionError, match="tolerance"):

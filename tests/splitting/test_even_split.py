@@ -16,7 +16,7 @@ from gaccum_ms import (
     audit,
     find_micro_batch_size,
 )
-from gaccum_ms.accumulation.micro_batches import SplitPlan, plan_split
+from gaccum_ms.splitting.micro_batches import SplitPlan, plan_split
 from tests.support.modes import eagerly
 from tests.support.reference import FEATURES, as_numpy, batches, make_step, relative_error
 
