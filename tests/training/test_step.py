@@ -189,6 +189,7 @@ def test_weights_may_have_the_names_of_our_attributes(pynative):
 def test_accumulators_are_zero_after_every_update():
     """There is also one compilation per shape."""
     step = make_step(micro_size=3)
+    assert len(step.accu_grads) == len(step.weights)
     for samples in (9, 9, 4, 9, 4):
         step(*batch(samples))
         assert not any(as_numpy(accumulator).any() for accumulator in step.accu_grads)
