@@ -8,7 +8,6 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import Accumulators, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.auditing import audit as audit_module
 from gaccum_ms.auditing import measure
 from gaccum_ms.auditing.audit import audit
@@ -22,7 +21,6 @@ from tests.support.reference import (
     batches,
     make_network,
     relative_error,
-    step_with,
 )
 from tests.support.reuse import Reused
 
@@ -263,16 +261,18 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
     assert any("in shift" in problem for report in reports() for problem in report.problems)
 
 
-def test_negative_control_a_broken_step_is_caught_behind_adam(monkeypatch, pynative):
-    """Gradients are four times too large, and the loss is right. The gradients show it, Adam's update hardly does."""
+class LargerInMicroBatches(DenseNet):
+    """The gradients of a micro-batch are four times too large, and its loss is right."""
 
-    class Larger(BySamples):
-        def reduce(self, gradients, sums, scale, unit):
-            return super().reduce(ops.HyperMap()(ops.partial(ops.mul, Tensor(4.0)), gradients), sums, scale, unit)
+    def logits(self, x):
+        logits = super().logits(x)
+        return logits if x.shape[0] == 10 else logits + 3 * (logits - ops.stop_gradient(logits))
 
+
+def test_wrong_gradients_are_caught_behind_adam(monkeypatch, pynative):
+    """The gradients show it, Adam's update hardly does."""
     monkeypatch.setitem(OPTIMIZERS, "plain_adam", lambda parameters: nn.AdamWeightDecay(parameters, 0.01))
-    monkeypatch.setattr(measure, "TrainOneStepWithGradAccumulationCell", step_with(weighing=Larger))
-    report = run(make_network("dense"), optimizer="plain_adam")
+    report = run(in_loss(fill(LargerInMicroBatches())), *batch(), optimizer="plain_adam")
     assert not report.ok
     assert min(report.gradients.values()) == pytest.approx(3.0, rel=1e-3)
     assert max(report.parameters.values()) < 1e-2

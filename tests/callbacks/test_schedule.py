@@ -21,8 +21,6 @@ from gaccum_ms import (
     resume,
     scale_learning_rate,
 )
-from gaccum_ms.accumulation import assembly
-from gaccum_ms.accumulation.open_window import OpenWindow
 from tests.accumulation.test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
 from tests.support import reference
 from tests.support.reference import Line, as_numpy
@@ -152,16 +150,6 @@ def windows_of(step):
 
 def test_an_open_window_keeps_the_number_that_it_began_with(pynative):
     assert windows_of(reused_step(3)) == [3, 1, 1]
-
-
-class FollowsAtOnce(OpenWindow):
-    def is_complete(self, after):
-        return super().is_complete(after) if self.accumulation_steps > 1 else self.window_position > 0
-
-
-def test_negative_control_a_window_that_follows_at_once_is_caught(monkeypatch, pynative):
-    monkeypatch.setattr(assembly, "OpenWindow", FollowsAtOnce)
-    assert windows_of(line_step(3)) != [3, 1, 1]
 
 
 # -- the learning rate -------------------------------------------------------------------------------------------------

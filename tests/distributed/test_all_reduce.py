@@ -152,15 +152,7 @@ def test_collectives_and_bytes_per_update_are_those_of_the_buffers(ranks_with_gr
 
 @pytest.mark.thorough
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "ran", "in_graph"),
-    [
-        ("control: MindSpore's reducer", 4, 4),
-        ("control: reduces each micro-batch", 4 * COLLECTIVES, COLLECTIVES),
-    ],
-)
-def test_the_counts_tell_steps_that_send_more(ranks_with_graphs, name, ran, in_graph):
-    """MindSpore's reducer runs one collective for each weight. A step that reduces in the loop runs more than its graph
-    shows."""
+def test_the_counts_tell_a_step_that_sends_more(ranks_with_graphs):
+    """MindSpore's reducer runs one collective for each weight."""
     for results in ranks_with_graphs:
-        assert results[f"collectives {name}"].tolist() == [ran, in_graph, BYTES]
+        assert results["collectives control: MindSpore's reducer"].tolist() == [4, 4, BYTES]

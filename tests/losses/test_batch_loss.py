@@ -24,9 +24,6 @@ from gaccum_ms import (
     WithBatchLossCell,
     audit,
 )
-from gaccum_ms.accumulation.grad_cache import TwoPasses
-from gaccum_ms.accumulation.micro_step import OneLoss
-from gaccum_ms.accumulation.weighing import BySamples
 from tests.support import contrastive, paths
 from tests.support.contrastive import (
     InfoNCE,
@@ -47,7 +44,6 @@ from tests.support.reference import (
     assert_equivalent,
     make_step,
     relative_error,
-    step_with,
     vector,
 )
 from tests.support.state import manager
@@ -163,53 +159,6 @@ def test_called_by_itself_it_is_the_whole_batchs_network(pynative):
     network = WithBatchLossCell(backbone, loss_fn)
     assert float(network(*batch)) == pytest.approx(expected, rel=1e-6)
     assert float(GradAccumulationCell(network, 4)(*batch)) == pytest.approx(expected, rel=1e-6)
-
-
-# -- what is wrong is caught -------------------------------------------------------------------------------------------
-
-
-class LossOfEachMicroBatch(OneLoss):
-    """Accumulation without the second pass: a micro-batch sees only its own negatives."""
-
-
-class SecondPassOfTheLastAlone(BySamples):
-    def run_and_add(self, unit, prepared, size, *part):
-        return super().run_and_add(self.store.reset(unit), prepared, size, *part)
-
-
-class SlopesOfOthers(TwoPasses):
-    def slopes(self, unit, representations):
-        loss, slopes, loss_slopes = super().slopes(unit, representations)
-        return loss, [ops.flip(one, (0,)) for one in slopes], loss_slopes
-
-
-class LossesOwnWeightsLeftOut(TwoPasses):
-    def slopes(self, unit, representations):
-        loss, slopes, loss_slopes = super().slopes(unit, representations)
-        return loss, slopes, [one * 0 for one in loss_slopes]
-
-
-class LossesOwnWeightsInEachMicroBatch(TwoPasses):
-    def along_slopes(self, share, loss_slopes, number, *part):
-        return super().along_slopes(1.0, loss_slopes, number, *part)
-
-
-@pytest.mark.core(broken=["LossOfEachMicroBatch", "LossesOwnWeightsInEachMicroBatch"])
-@pytest.mark.parametrize(
-    "broken",
-    [
-        LossOfEachMicroBatch,
-        LossesOwnWeightsInEachMicroBatch,
-        SecondPassOfTheLastAlone,
-        SlopesOfOthers,
-        LossesOwnWeightsLeftOut,
-    ],
-)
-def test_negative_control_a_broken_window_is_caught(broken):
-    kinds = {"weighing" if issubclass(broken, BySamples) else "micro_step": broken}
-    result = run(way="pynative", micro_size=3, step_class=step_with(**kinds))
-    with pytest.raises(AssertionError):
-        assert_equivalent(result, whole_batch("towers", RAGGED), 100 * TOLERANCE)
 
 
 # -- loss scale, overflow ----------------------------------------------------------------------------------------------

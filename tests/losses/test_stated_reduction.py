@@ -20,7 +20,6 @@ from gaccum_ms import (
 from gaccum_ms.losses.counts import CountSamples
 from gaccum_ms.losses.in_float32 import InFloat32
 from gaccum_ms.losses.stated_reduction import stated_reduction
-from gaccum_ms.training.batch_reduction import BatchReduction
 from tests.support.reference import FEATURES, as_numpy, relative_error
 
 TOLERANCE = 1e-5
@@ -357,20 +356,6 @@ def test_sums_of_a_loop_stay_sums(mode):
     wanted = np.square(X.sum(axis=1, keepdims=True) - Y).sum()
     assert record.loss == pytest.approx(wanted, rel=1e-4)
     assert (record.counts, record.counted) == ((1.0, 1.0, 1.0), "batches")
-
-
-class DividesSums(BatchReduction):
-    """What sums were: a mean over the batches."""
-
-    def construct(self, *inputs):
-        self.may_stay_sum = False
-        return super().construct(*inputs)
-
-
-def test_negative_control_sums_that_are_divided_are_caught(pynative, monkeypatch):
-    monkeypatch.setattr("gaccum_ms.training.grad_accumulator.BatchReduction", DividesSums)
-    weights, _ = loop(nn.MSELoss("sum"), jit=False)
-    assert relative_error(weights, whole_batch(nn.MSELoss("sum"))) > 0.1
 
 
 def test_a_known_sum_of_a_loop_with_counts_is_divided_by_them(pynative):

@@ -11,22 +11,13 @@ from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell, audit
-from gaccum_ms.accumulation.grad_cache import TwoPasses
 from tests.support import contrastive
 from tests.support.contrastive import accumulated, batches, make_parts, whole
 from tests.support.modes import MODES
-from tests.support.reference import OPTIMIZERS, as_numpy, step_with
+from tests.support.reference import OPTIMIZERS, as_numpy
 from tests.support.two_ranks import Results
 
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
-
-
-class CountedTwice(TwoPasses):
-    """Negative control: the step counts each rank's loss as a separate loss."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.share_of_ranks = 1.0
 
 
 def set_way(way: str, mean: bool) -> None:
@@ -114,7 +105,6 @@ MOMENTUM = OPTIMIZERS["momentum"]
 TASKS: dict[str, tuple] = {  # way, gradients_mean, task and its arguments
     "gathered": ("graph", False, trained, "towers", gathered()),
     "gathered, clipped": ("pynative", True, trained, "towers", gathered(max_grad_norm=0.05)),
-    "gathered, broken": ("pynative", False, trained, "towers", gathered(step_class=step_with(micro_step=CountedTwice))),
     "gathered, labels": ("pynative", False, trained, "labels", gathered()),
     "own, whole": ("pynative", False, trained, "towers", whole, MOMENTUM),
     "own": ("pynative", False, trained, "towers", accumulated(micro_size=3), MOMENTUM),

@@ -293,10 +293,7 @@ def reductions(scenario: Scenario, rank: int) -> np.ndarray:
     """The size of each buffer that is sent to the other rank."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     step = step_of(scenario)
-    reducers = [
-        NotedAllReduce(getattr(step.window.weighing, "reduction", step.window.weighing).sum_over_ranks.reducer),
-        NotedAllReduce(step.grad_reducer),
-    ]
+    reducers = [NotedAllReduce(one) for one in (step.window.ledger.sum_over_ranks.reducer, step.grad_reducer)]
     for window in scenario.windows:
         step(*map(Tensor, window.ranks[rank]))
     assert not reducers[1].sizes

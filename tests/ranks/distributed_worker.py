@@ -12,7 +12,6 @@ from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms import Accumulators, ClipByValue, GradAccumulationCell, GradAccumulator
-from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from tests.support.modes import MODES
@@ -25,23 +24,11 @@ from tests.support.reference import (
     batches,
     make_network,
     make_step,
-    step_with,
     train,
 )
 from tests.support.two_ranks import Results
 
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
-
-
-class ReducesEachMicroBatch(BySamples):
-    """Negative control for the number of collectives: the result is right, but each micro-batch is reduced."""
-
-    def run(self, noted, unit, prepared, size, *micro_batch):
-        part, gradients = super().run(noted, unit, prepared, size, *micro_batch)
-        return part, self.grad_reducer(gradients)
-
-    def reduce(self, gradients, sums, scale, unit):
-        return gradients, scale, sums / scale, True
 
 
 class NotedAllReduce:
@@ -65,12 +52,12 @@ def run(make_step):
     return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
 
 
-def reductions(weighing, micro_size: int) -> int:
+def reductions(micro_size: int) -> int:
     noted = []
 
     def make_step(loss_cell, optimizer):
-        step = step_with(weighing=weighing)(GradAccumulationCell(loss_cell, micro_size), optimizer)
-        noted.append(NotedAllReduce(step.window.weighing.grad_reducer))
+        step = accumulated(micro_size=micro_size)(loss_cell, optimizer)
+        noted.append(NotedAllReduce(step.window.ledger.grad_reducer))
         return step
 
     run(make_step)
@@ -201,10 +188,7 @@ def trained(name: str, mode: str, mean: bool, make_step: Callable) -> Callable[[
 
 def eager_reductions(out: Path) -> Results:
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    return {
-        f"reductions/{weighing.__name__}": np.array(reductions(weighing, 3))
-        for weighing in (BySamples, ReducesEachMicroBatch)
-    }
+    return {"reductions": np.array(reductions(3))}
 
 
 def by_model(out: Path) -> Results:

@@ -18,12 +18,9 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank
 from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
-from gaccum_ms import TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.weighing import BySamples
 from gaccum_ms.distributed import all_reduce as fused_reduction
-from tests.ranks.distributed_worker import ReducesEachMicroBatch
 from tests.support.modes import MODES
-from tests.support.reference import as_numpy, batches, make_network, make_step, step_with
+from tests.support.reference import as_numpy, batches, make_network, make_step
 from tests.support.two_ranks import Results
 
 LIMIT = 100  # bytes: of the network "dense", 768 and 320 are sent alone, 64 and 20 together
@@ -160,11 +157,10 @@ class Graphs:
                 yield _SIZES[dtype] * int(np.prod([int(length) for length in shape.split(",") if length.strip()]))
 
 
-def step_by(micro_size: int, accumulation_steps: int = 1, weighing: type = BySamples) -> nn.Cell:
+def step_by(micro_size: int, accumulation_steps: int = 1) -> nn.Cell:
     loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
     options = {"micro_size": micro_size, "accumulation_steps": accumulation_steps}
-    step_class = step_with(weighing=weighing) if weighing is not BySamples else TrainOneStepWithGradAccumulationCell
-    return make_step(loss_cell, lambda weights: nn.Momentum(weights, 0.01, 0.9), step_class=step_class, **options)
+    return make_step(loss_cell, lambda weights: nn.Momentum(weights, 0.01, 0.9), **options)
 
 
 def sent_per_update(step: nn.Cell, batch: Sequence[Any], steps: int, graphs: Graphs, folder: Path) -> dict[str, Any]:
@@ -185,14 +181,13 @@ def data_of(rank: int) -> tuple[Tensor, ...]:
 
 def mindspores_reducer() -> nn.Cell:
     step = step_by(4)
-    step.window.weighing.grad_reducer = nn.DistributedGradReducer(step.weights, True, get_group_size())
+    step.window.ledger.grad_reducer = nn.DistributedGradReducer(step.weights, True, get_group_size())
     return step
 
 
 PROGRAMS: dict[str, tuple[Callable[[], nn.Cell], int]] = {  # how the step is made, and the batches of an update
     "4 1": (lambda: step_by(4), 1),
     "16 4": (lambda: step_by(16, 4), 4),
-    "control: reduces each micro-batch": (lambda: step_by(4, weighing=ReducesEachMicroBatch), 1),
     "control: MindSpore's reducer": (mindspores_reducer, 1),
 }
 

@@ -172,14 +172,6 @@ def test_one_reduction_at_the_end_of_each_window_and_none_before(trained, name):
         assert set(made.tolist()) == {0, 1}
 
 
-def test_a_step_that_reduces_each_batch_is_caught(trained):
-    made = np.diff(case(trained[0], "control: reduces each batch")["reductions"])
-    assert made.tolist() == [1, 2, 1, 2]
-    np.testing.assert_array_equal(
-        *(case(trained[0], name)["weights"] for name in ("control: reduces each batch", "eager, sum over ranks"))
-    )
-
-
 @pytest.mark.device("an overflow on one rank is one on both", devices=2)
 def test_overflow_in_one_batch_of_one_rank_drops_the_window_and_halves_the_scale_on_both(trained):
     name = "overflow, clipped"

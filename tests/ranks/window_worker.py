@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.communication import get_rank
 from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
 
@@ -23,11 +23,10 @@ from gaccum_ms import (
     WindowMonitor,
     resume,
 )
-from gaccum_ms.accumulation.window import Window
 from tests.ranks.distributed_worker import NotedAllReduce
 from tests.support import window_oracle
 from tests.support.modes import MODES, eagerly
-from tests.support.reference import Regression, as_numpy, batches, step_with, vector
+from tests.support.reference import Regression, as_numpy, batches, vector
 from tests.support.state import everything
 from tests.support.two_ranks import Results
 
@@ -89,8 +88,6 @@ CALLS = {
     "overflow, clipped, graph": Calls(SAME, "graph", poisoned=4, max_norm=0.2),
 }
 
-CONTROLLED = CALLS["eager, sum over ranks"]
-
 ACCUMULATOR_CALLS = {
     "accumulator, overflow, clipped": Calls(FEW, steps=2, poisoned=2, max_norm=0.2),
     "accumulator, samples, sum over ranks": Calls(RAGGED, gradients_mean=False, steps=2),
@@ -99,11 +96,11 @@ ACCUMULATOR_CALLS = {
 }
 
 
-def make_step(calls: Calls, micro_size: int = 2, window: type = Window) -> Any:
+def make_step(calls: Calls, micro_size: int = 2) -> Any:
     loss_cell = Regression()
     options = {"count": CountMask() if calls.masked else None, "max_grad_norm": calls.max_norm}
     cell = GradAccumulationCell(loss_cell, micro_size, accumulation_steps=calls.steps, **options)
-    return step_with(window=window)(cell, momentum(loss_cell), calls.scale()).set_train()
+    return TrainOneStepWithGradAccumulationCell(cell, momentum(loss_cell), calls.scale()).set_train()
 
 
 def set_up(mode: str, gradients_mean: bool = True) -> None:
@@ -133,10 +130,10 @@ def look(optimizer: nn.Momentum, step: Any) -> dict[str, Any]:
     return seen
 
 
-def play(calls: Calls, rank: int, window: type = Window) -> Log:
+def play(calls: Calls, rank: int) -> Log:
     set_up(calls.mode, calls.gradients_mean)
-    step = make_step(calls, window=window)
-    reducers = (step.window.open.reduction.sum_over_ranks.reducer, step.grad_reducer)
+    step = make_step(calls)
+    reducers = (step.window.ledger.sum_over_ranks.reducer, step.grad_reducer)
     noted = [NotedAllReduce(one) for one in reducers if calls.mode == "pynative"]
     log = Log(lambda: look(step.optimizer, step) | {"reductions": sum(len(one.sizes) for one in noted)})
     for batch in calls.data(rank):
@@ -152,7 +149,7 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
     optimizer = momentum(loss_cell)
     options = {"max_grad_norm": calls.max_norm, "scale_sense": calls.scale(), "jit": False}  # collectives are counted
     accumulator = GradAccumulator(optimizer, calls.steps, **options)
-    reducers = (accumulator.window.reduction.sum_over_ranks.reducer,)
+    reducers = (accumulator.ledger.sum_over_ranks.reducer,)
     noted = [NotedAllReduce(one) for one in reducers if calls.mode == "pynative"]
 
     def forward(*batch):
@@ -174,18 +171,6 @@ def play_accumulator(calls: Calls, rank: int) -> Log:
         assert accumulator.flush()
         log.look()
     return log
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
-
-
-class ReducesEachBatch(Window):
-    """Negative control for the number of collectives: it adds up right, but reduces too early."""
-
-    def accumulate(self, inputs, plan, scale, unit):
-        sums, outputs = super().accumulate(inputs, plan, scale, unit)
-        reduced = self.weighing.reduction.sum_over_ranks(self.store.read(sums), sums)
-        return ops.depend(sums, reduced), outputs
 
 
 # -- ms.Model, with different numbers of batches on the ranks ----------------------------------------------------------
@@ -532,9 +517,6 @@ CASES: dict[str, Callable[[Path], Results]] = {
         name: as_case(lambda rank, n=name: play_accumulator(ACCUMULATOR_CALLS[n], rank).arrays(n))
         for name in ACCUMULATOR_CALLS
     },
-    "control: reduces each batch": as_case(
-        lambda rank: play(CONTROLLED, rank, ReducesEachBatch).arrays("control: reduces each batch")
-    ),
     "accumulators on other ranks": as_case_with_files(save_and_resume_accumulators),
     "flush of nothing": as_case(flush_nothing),
     **dict.fromkeys(TRAININGS, as_case(train_models)),

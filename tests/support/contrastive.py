@@ -133,14 +133,12 @@ def whole(backbone, loss_fn, optimizer):
     return nn.TrainOneStepCell(Whole(backbone, loss_fn), optimizer)
 
 
-def accumulated(
-    step_class: type = TrainOneStepWithGradAccumulationCell, scale_sense=None, gather_ranks=False, **options
-) -> Callable:
+def accumulated(scale_sense=None, gather_ranks=False, **options) -> Callable:
     """A ``make_step`` for `train`: our step with these options of the cell."""
 
     def make_step(backbone, loss_fn, optimizer):
         network = WithBatchLossCell(backbone, loss_fn, gather_ranks=gather_ranks)
-        return step_class(GradAccumulationCell(network, **options), optimizer, scale_sense)
+        return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, **options), optimizer, scale_sense)
 
     return make_step
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -239,34 +238,23 @@ def train(make_step: Callable, network: nn.Cell, optimizer: nn.Optimizer, data: 
     return Run(np.array(losses), {name: as_numpy(parameter) for name, parameter in named.items()})
 
 
-def step_with(**kinds: type) -> type[TrainOneStepWithGradAccumulationCell]:
-    """Our step with other classes for some parts of its window, which negative controls use to break it."""
-
-    class Step(TrainOneStepWithGradAccumulationCell):
-        def _kinds_of_window(self):
-            return dataclasses.replace(super()._kinds_of_window(), **kinds)
-
-    return Step
-
-
 def make_step(
     network: nn.Cell,
     optimizer: Callable = lambda weights: nn.SGD(weights, 0.1),
     scale_sense: Any = None,
-    step_class: type = TrainOneStepWithGradAccumulationCell,
     **options,
 ) -> TrainOneStepWithGradAccumulationCell:
     """Our step of a network that returns its loss, with these options of the cell; ``optimizer(weights)`` makes the
     optimizer."""
     cell = GradAccumulationCell(network, **options)
-    return step_class(cell, optimizer(cell.trainable_params()), scale_sense).set_train()
+    return TrainOneStepWithGradAccumulationCell(cell, optimizer(cell.trainable_params()), scale_sense).set_train()
 
 
-def accumulated(step_class: type = TrainOneStepWithGradAccumulationCell, **options) -> Callable:
+def accumulated(**options) -> Callable:
     """A ``make_step`` for `train`: our step with these options of the cell."""
 
     def make_step(loss_cell, optimizer):
-        return step_class(GradAccumulationCell(loss_cell, **options), optimizer)
+        return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(loss_cell, **options), optimizer)
 
     return make_step
 

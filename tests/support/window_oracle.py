@@ -218,7 +218,7 @@ class Case:
             result.append((x,) if self.network is Spread else (x, y, mask))
         return result
 
-    def make_model(self, step_class: type = TrainOneStepWithGradAccumulationCell) -> ms.Model:
+    def make_model(self) -> ms.Model:
         network, scale = self.network(), self.plan.scale
         if self.network is Spread:
             network = WithBatchLossCell(Scale(), network)
@@ -229,7 +229,7 @@ class Case:
             manager = FixedLossScaleManager(scale, drop_overflow_update=False)
             return ms.Model(cell, optimizer=optimizer, loss_scale_manager=manager)
         sense = None if scale is None else nn.DynamicLossScaleUpdateCell(scale, 2, 1000)
-        return ms.Model(step_class(cell, optimizer, sense).set_train())
+        return ms.Model(TrainOneStepWithGradAccumulationCell(cell, optimizer, sense).set_train())
 
 
 def case(

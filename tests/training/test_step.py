@@ -12,9 +12,6 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.accumulation.micro_step import OneLoss
-from gaccum_ms.accumulation.weighing import BySamples
-from gaccum_ms.accumulation.window import Window
 from tests.support import paths, reference
 from tests.support.modes import eagerly
 from tests.support.reference import (
@@ -27,7 +24,6 @@ from tests.support.reference import (
     batches,
     make_network,
     relative_error,
-    step_with,
 )
 from tests.support.state import assert_identical, everything
 
@@ -190,19 +186,12 @@ def test_weights_may_have_the_names_of_our_attributes(pynative):
         np.testing.assert_allclose(as_numpy(weight), 1 - 0.1 / 3, rtol=1e-6)
 
 
-def test_accumulators_are_zero_after_every_update_and_used_within():
+def test_accumulators_are_zero_after_every_update():
     """There is also one compilation per shape."""
-
-    class Peek(BySamples):
-        def reduce(self, gradients, sums, scale, unit):
-            sums = ops.depend(sums, ops.assign(self.peek, ops.depend(self.store.sums[0], sums)))
-            return super().reduce(gradients, sums, scale, unit)
-
-    step = make_step(micro_size=3, step_class=step_with(weighing=Peek))
-    step.window.weighing.peek = ms.Parameter(ops.zeros_like(step.accu_grads[0]), name="peek", requires_grad=False)
+    step = make_step(micro_size=3)
+    assert len(step.accu_grads) == len(step.weights)
     for samples in (9, 9, 4, 9, 4):
         step(*batch(samples))
-        assert as_numpy(step.window.weighing.peek).any()
         assert not any(as_numpy(accumulator).any() for accumulator in step.accu_grads)
     assert len(step.compile_cache) == 2
 
@@ -269,23 +258,11 @@ def test_jit_compiles_the_step_once_by_graph_modes_path(pynative):
     assert [float(step(batch(9)[0], ops.ones(9))) for _ in range(4)] == losses
 
 
-class Unrolled(Window):
-    """Negative control: the loop in Python, as graph mode unrolls it."""
-
-    def accumulate(self, inputs, plan, scale, unit):
-        sums = self.weighing.zero_sums()
-        for start in range(0, 18, 18 // self.micro_size):
-            part = [value[start : start + 18 // self.micro_size] for value in inputs]
-            sums = sums + self.weighing.run_and_add(False, unit, (), 18 // self.micro_size, *part)
-        return sums, ()
-
-
 def compile_graphs() -> None:
     """The next test runs this in a separate process, because MindSpore reads its option to save graphs only once."""
     ms.set_context(mode=ms.GRAPH_MODE)
-    for window, micro_size in ((Window, 2), (Window, 6), (Unrolled, 6)):
-        loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
-        make_step(loss_cell, micro_size=micro_size, step_class=step_with(window=window))(*batch(18))
+    for micro_size in (2, 6):
+        make_step(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size=micro_size)(*batch(18))
 
 
 @pytest.mark.thorough  # test_windows.py checks quickly that the network is traced twice at most
@@ -295,9 +272,8 @@ def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
     command = [sys.executable, "-c", "from tests.training import test_step; test_step.compile_graphs()"]
     subprocess.run(command, env={**os.environ, **saving}, check=True, capture_output=True, timeout=600)
     finished = sorted(tmp_path.glob("**/*_validate_*.ir"), key=lambda path: int(path.stem.rpartition("_")[2]))
-    few, many, unrolled = (path.read_text().count("MatMul(") for path in finished)
+    few, many = (path.read_text().count("MatMul(") for path in finished)
     assert few == many > 0
-    assert unrolled == 6 * many
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
@@ -320,20 +296,3 @@ def test_clips_the_whole_batchs_gradient_once(mode, max_norm):
     np.testing.assert_allclose(step.grad_norm.asnumpy(), norm, rtol=1e-5)
     for weight, value in zip(step.weights, expected, strict=True):
         assert relative_error(as_numpy(weight), value) < 1e-5
-
-
-def test_negative_control_clipping_each_micro_batch_is_caught(pynative):
-    class ClipEach(OneLoss):
-        def run(self, seed, prepared, size, *micro_batch):
-            part, gradients = super().run(seed, prepared, size, *micro_batch)
-            return part, ops.clip_by_global_norm(gradients, 0.1)
-
-    results = []
-    for step_class, options in (
-        (TrainOneStepWithGradAccumulationCell, {"max_grad_norm": 0.1}),
-        (step_with(micro_step=ClipEach), {}),
-    ):
-        step = make_step(optimizer=OPTIMIZERS["sgd"], micro_size=3, step_class=step_class, **options)
-        step(*batch(13))
-        results.append(as_numpy(step.weights[0]))
-    assert relative_error(results[1], results[0]) > 1e-4
