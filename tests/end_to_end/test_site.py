@@ -64,19 +64,25 @@ def test_each_page_leads_to_itself_in_the_other_language(site):
 
 
 def test_pages_are_chinese_or_say_that_they_are_not(site):
-    howtos = {Path("howto", howto) for howto in ("memory", "devices", "hand_written", "mindspore", "tokens")}
-    others = ("index", "flow", "windows", "options", "troubleshooting", "hardware")
-    assert howtos | set(map(Path, others)) <= TRANSLATED
+    howtos = {page for page in PAGES if page.parent.name == "howto"}
+    depth = ("how_it_works", "options", "split", "windows", "outputs", "transforms", "batch_size", "hardware")
+    others = ("index", "flow", "language_model", "troubleshooting")
+    assert howtos | set(map(Path, depth + others)) <= TRANSLATED
+    contents = html(site, "zh_CN/index")
+    assert "（英文）" not in html(site, "index")
     for page in PAGES:
         chinese = html(site, f"zh_CN/{page}")
         assert ("<p>本页只有英文版。</p>" in chinese) == (page not in TRANSLATED), page
+        titles = set(re.findall(f'<a class="reference internal" href="{page}.html">([^<]*)</a>', contents))
+        assert page in TRANSLATED or titles == {re.search("<h1>(.*?)<a", chinese)[1] + "（英文）"}, page
         programs, chinese_programs = (re.findall("(?s)<pre>.*?</pre>", text) for text in (html(site, page), chinese))
         assert chinese_programs == programs
         if page in TRANSLATED:
             heading = re.search("<h1>(.*?)<a", chinese)[1]
             assert heading == "gaccum_ms" or re.search("[一-鿿]", heading), page
             labels = re.findall("<text[^>]*>([^<]*[a-z][^<]*)<", chinese)
-            assert [label for label in labels if not re.search("[一-鿿]|FlushAccumulation", label)] == [], page
+            names = "FlushAccumulation|MicroBatch"
+            assert [label for label in labels if not re.search(f"[一-鿿]|{names}", label)] == [], page
 
 
 def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
