@@ -75,6 +75,14 @@ def name_languages(app, page, template, context, doctree) -> None:
     context["english_only"] = app.config.language == "zh_CN" and doctree is not None and not is_translated
 
 
+def name_english_pages(app, doctree) -> None:
+    """The contents of the Chinese site say of a page that is not translated that it is English."""
+    page = app.env.docname
+    if app.config.language == "zh_CN" and not (app.srcdir / CATALOGS / f"{page}.po").exists():
+        title = next(app.env.tocs[page].findall(nodes.reference))
+        title += nodes.Text("（英文）")
+
+
 class SearchChinese(SearchEnglish):
     """Words are pairs of Chinese characters, in pages and in what is searched for, so that any run of characters is
     found. A dictionary of words, as Sphinx's own `zh` uses, is not there in the browser."""
@@ -92,5 +100,6 @@ var splitQuery = (query) => [...query.matchAll(/{words.pattern}/g)].map((word) =
 def setup(app) -> None:
     app.add_transform(KeepTexts)
     app.add_search_language(SearchChinese)
+    app.connect("doctree-read", name_english_pages)
     app.connect("html-page-context", name_languages)
     app.connect("env-updated", check_catalogs)

@@ -68,13 +68,19 @@ redirects: dict[str, str] = {
 
 
 def inline_math(writer, node) -> None:
-    writer.body.append(tex2mathml(node.astext()))
+    writer.body.append(mathml(node))
     raise nodes.SkipNode
 
 
 def block_math(writer, node) -> None:
-    writer.body.append(f"<div class='math'>{tex2mathml(node.astext(), as_block=True)}</div>")
+    writer.body.append(f"<div class='math'>{mathml(node, as_block=True)}</div>")
     raise nodes.SkipNode
+
+
+def mathml(node, **options) -> str:
+    """tex2mathml shows TeX's backslash before an underscore in a name."""
+    formula = re.sub(r"\\text\{[^}]*\}", lambda text: text[0].replace(r"\_", "_"), node.astext())
+    return tex2mathml(formula, **options)
 
 
 def class_signature(app, what, name, item, options, signature, result) -> tuple[str, str | None] | None:

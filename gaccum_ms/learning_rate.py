@@ -46,11 +46,11 @@ def scale_learning_rate(
     Scale a learning rate for a batch that is `factor` times as large.
 
     Accumulation makes the batch of an update larger: `factor` is `accumulation_steps` , or the new batch's samples over
-    the old one's. With :math:`u` the number of updates made, :math:`\eta(u)` the given rate and :math:`w` the
-    `warmup_updates` , the rate becomes
+    the old one's. With :math:`u` the number of updates made, :math:`\eta(u)` the given rate, :math:`w` the
+    `warmup_updates` , and :math:`s` the `factor` or its square root, the rate becomes
 
     .. math::
-        \eta(u) \, \left(1 + (s - 1) \min(u / w, 1)\right), \quad s = \text{factor} \text{ or } \sqrt{\text{factor}}
+        \eta(u) \, \left(1 + (s - 1) \min(u / w, 1)\right)
 
     and :math:`\eta(u) s` without warm-up. The linear rule and the gradual warm-up are from Goyal et al., `Accurate,
     Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_ (2017), who used SGD with momentum and a warm-up of

@@ -97,14 +97,20 @@ def main():
     if args.device == "CPU":
         tune_cpu(network=net)
     distributed = "MS_ROLE" in os.environ  # set by msrun
-    shard, ragged = {}, True
+    rank, ranks, shard, ragged = 0, 1, {}, True
     if distributed:
         init()
+        rank, ranks = get_rank(), get_group_size()
         # Semi-auto parallel mode cuts batches into equal parts; data parallel mode takes batches of any size.
         ragged = set_parallel_mode(args.parallel_mode, args.device) == "data_parallel"
-        shard = {"num_shards": get_group_size(), "shard_id": get_rank()}
+        shard = {"num_shards": ranks, "shard_id": rank}
     folder = Path(os.environ["DATA_PATH"]) if "DATA_PATH" in os.environ else prepare()
-    print(f"data: {folder}", vars(args), shard, flush=True)
+    print(
+        f"rank {rank} of {ranks} on {args.device}: {args.epochs} epochs, batches of {args.batch_size} in "
+        f"{args.micro_size} micro-batches, batches per update: {args.accumulation_steps}, "
+        f"learning rate {args.learning_rate}, data: {folder}",
+        flush=True,
+    )
 
     loss_fn = nn.CrossEntropyLoss()
     optimizer = nn.SGD(net.trainable_params(), args.learning_rate)
@@ -119,7 +125,7 @@ def main():
 
     if distributed and not ragged:
         ms.reset_auto_parallel_context()  # each device has all weights, so one of them can evaluate alone
-    if shard.get("shard_id", 0) == 0:
+    if rank == 0:
         held_out = create_dataset(folder, "test", batch_size=1000)
         result = ms.Model(net, loss_fn, metrics={"accuracy"}).eval(held_out, dataset_sink_mode=False)
         print(f"accuracy on held-out images: {result['accuracy']:.2%}", flush=True)
