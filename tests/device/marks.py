@@ -26,7 +26,7 @@ command, the tests run on CPU, on two ranks. Words after `device` go to pytest, 
 
 ## What has run on hardware
 
-Each row of the first table is a test that passes on CPU. The second table lists what these tests cannot show.
+Each row of the first table is a test that passes on CPU.
 
 | what is shown | test | ran on |
 | --- | --- | --- |
