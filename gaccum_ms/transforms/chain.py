@@ -161,7 +161,7 @@ def _check_names(owner: str, links: Sequence[Transform], weights: Sequence[ms.Pa
 
 
 def clips_before_spikes(clipped: bool, transforms: Sequence[Any]) -> bool:
-    """Whether a SkipSpikes gets a gradient that is clipped by its norm. `clipped` : whether it comes so to the chain."""
+    """Whether a SkipSpikes gets a gradient that is clipped by its norm. `clipped` : whether it is before the chain."""
     for link in transforms:
         if isinstance(link, SkipSpikes) and clipped:
             return True

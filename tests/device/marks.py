@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "hardware.md"
 HEAD = """# Hardware and versions
 
-**Nothing has run on Ascend, nor on several GPUs.** Some tests passed on one NVIDIA H100. On a machine with devices, this
-runs all tests for them, and the benchmarks, on one rank per device, eight at most:
+**Nothing has run on Ascend, nor on several GPUs.** Some tests passed on one NVIDIA H100. On a machine with devices,
+this runs all tests for them, and the benchmarks, on one rank per device, eight at most:
 
 ```bash
 bash run.sh test device
