@@ -16,6 +16,8 @@ from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.layers.window_batchnorm import window_statistics
+from gaccum_ms.options import compatibility
+from gaccum_ms.options.rules import UPDATE, Setup
 from gaccum_ms.transforms import norms
 from gaccum_ms.transforms.chain import Chain, without_front_clip
 
@@ -69,6 +71,7 @@ class Update(nn.Cell):
         network: nn.Cell | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
+        compatibility.check(UPDATE, owner, Setup(options, optimizer))  # its rules look at options alone
         self.owner = owner
         self.optimizer = optimizer
         hold_weights(self, weights)

@@ -116,15 +116,18 @@ def guard(logs: Path, command: list[str]) -> int:
         if os.getppid() != parent:  # it has just been killed
             os._exit(1)
 
-    with contextlib.ExitStack() as stack:
-        files = [] if is_scheduler else [logs / f"rank.{rank}" / name for name in ("stdout", "stderr")]
-        stdout, stderr = [stack.enter_context(file.open("wb")) for file in files] or (None, None)
-        command = [sys.executable, __file__, *command]
-        process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, preexec_fn=end_with_the_guard)
-        if not is_scheduler:
-            tell(job, rank=int(rank), pid=process.pid)
-        code = _wait(process, lambda: not _listens(job), job, guards=False)
-    tell(job, rank=int(rank), code=code)
+    code = 1
+    try:
+        with contextlib.ExitStack() as stack:
+            files = [] if is_scheduler else [logs / f"rank.{rank}" / name for name in ("stdout", "stderr")]
+            stdout, stderr = [stack.enter_context(file.open("wb")) for file in files] or (None, None)
+            command = [sys.executable, __file__, *command]
+            process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, preexec_fn=end_with_the_guard)
+            if not is_scheduler:
+                tell(job, rank=int(rank), pid=process.pid)
+            code = _wait(process, lambda: not _listens(job), job, guards=False)
+    finally:  # also if a log cannot be opened, because its folder was removed meanwhile
+        tell(job, rank=int(rank), code=code)
     return code
 
 
@@ -239,15 +242,15 @@ def run(script: str, arguments: list[str]) -> None:
         sys.path[0] = str(path.resolve().parent)
     try:
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
-        code = 0
+        code, by_argparse = 0, False
     except KeyboardInterrupt:
         if launcher is not None:
             launcher.failed(130)
         raise  # Python ends such a process by a signal
     except BaseException as error:
-        code = _show(error)
+        code, by_argparse = _show(error), _is_of_argparse(error)
     if launcher is not None:
-        launcher.failed(code) if code else launcher.wait_for_others()
+        launcher.failed(code, by_argparse) if code else launcher.wait_for_others()
     if code:
         sys.exit(code)
 
@@ -265,6 +268,14 @@ def _show(error: BaseException) -> int:
     return 1
 
 
+def _is_of_argparse(error: BaseException) -> bool:
+    """Whether argparse has ended the script."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_globals.get("__name__") == "argparse"
+
+
 class _Launcher:
     """A rank's connection to the launcher."""
 
@@ -278,12 +289,12 @@ class _Launcher:
             self._socket = bound(f"{job}-{rank}")
             threading.Thread(target=self._answer, name="gaccum_ms", daemon=True).start()
 
-    def failed(self, code: int) -> None:
+    def failed(self, code: int, by_argparse: bool = False) -> None:
         """Report that the script has failed; threads and exit handlers may keep the process running."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the script may have closed it
                 stream.flush()
-        tell(self._job, rank=self._rank, fails=code)
+        tell(self._job, rank=self._rank, fails=code, argparse=by_argparse)
 
     def wait_for_others(self) -> None:
         """Report that the script has ended, and wait until the others have ended too."""

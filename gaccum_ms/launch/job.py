@@ -68,7 +68,7 @@ class Job(NamedTuple):
                 except LaunchError as error:
                     following = self.restarts and self.restarts.after(cluster, error, time.monotonic() - begin)
                     if not following:
-                        why = "\n".join(filter(None, [str(error), logs.why_full(self.log_dir)]))
+                        why = "\n".join(filter(None, [str(error), logs.why_lost(cluster, self.log_dir)]))
                         raise LaunchError(why, error.code, error.rank, error.since) from None
                     cluster = following
 

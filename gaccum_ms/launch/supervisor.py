@@ -65,6 +65,7 @@ class Ranks:
         self._in_init: set[int] = set()  # ranks that have reached init()
         self.over: dict[int, float] = {}  # ranks, of any host, whose script has ended well, and when
         self._fails: dict[int, tuple[int, float]] = {}  # the reported exit code, and when
+        self._by_argparse: set[int] = set()  # ranks whose script argparse has ended
         self._codes: dict[int, int] = {}
         self._stopped: dict[int, float] = {}  # stopped ranks, and since when
         self._still: dict[int, tuple[float, str]] = {}  # for how many seconds ranks have stood still, and where
@@ -95,6 +96,7 @@ class Ranks:
             self.note_over([rank])
         if "fails" in message:
             self._fails.setdefault(rank, (message["fails"], time.monotonic()))
+            self._by_argparse |= {rank} if message.get("argparse") else set()
         if "code" in message:
             self._codes[rank] = code
             self._stopped.pop(rank, None)
@@ -117,8 +119,10 @@ class Ranks:
         elif over:
             seconds = now - min(self.over.values())
             why += f", {seconds:.0f} s after {self._names(over)} had ended with exit code 0"
-        # A script says so by 2, as argparse does. What is wrong then is wrong again after a restart.
-        wrong_argument = code == WRONG_ARGUMENT and not self._in_init
+        # A script says so by 2, as argparse does. What is wrong then is wrong again after a restart. Once ranks are in
+        # init(), another 2 may be an error of the training.
+        is_early = not self._in_init or rank in self._by_argparse
+        wrong_argument = code == WRONG_ARGUMENT and is_early
         error = f"{why}; {self._all_ended}{self._log(rank)}"
         return LaunchError(error, WRONG_ARGUMENT if wrong_argument else 1, rank, since)
 

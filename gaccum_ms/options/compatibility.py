@@ -26,6 +26,7 @@ from gaccum_ms.options.rules import (
     SEVERAL,
     SPAN_LATER,
     TRIAL,
+    UPDATE,
     Rule,
     Setup,
     only_in_semi_auto,
@@ -294,6 +295,16 @@ RULES = (
         instead="add the losses up in `loss_fn`",
     ),
     # -- transforms --
+    Rule(
+        UPDATE,
+        "`SkipSpikes`",
+        "`max_grad_norm`, or a `ClipByGlobalNorm` before it",
+        lambda s: s.options.clips_before_spikes,
+        "'SkipSpikes' must come before the gradient is clipped by its global norm, which leaves no spike to see, but "
+        "got it behind 'max_grad_norm' or a 'ClipByGlobalNorm'. Give transforms=(SkipSpikes(...), "
+        "ClipByGlobalNorm(...)), and leave 'max_grad_norm' out.",
+        instead="`transforms=(SkipSpikes(...), ClipByGlobalNorm(...))`",
+    ),
     Rule(
         SEMI_AUTO,
         "`transforms`: functions, `AdaptiveGradientClip`, and your own without `elementwise = True`",

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from gaccum_ms.options.checks import (
 from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of
 from gaccum_ms.splitting.even_split import EvenSplit
 from gaccum_ms.splitting.splitter import check_split, splitter_of
-from gaccum_ms.transforms.chain import name_of, sees_parts
+from gaccum_ms.transforms.chain import clips_before_spikes, name_of, sees_parts
 
 
 class Option(NamedTuple):
@@ -83,6 +84,11 @@ class Options:
     def seeing_more_than_elements(self) -> str:
         """The transforms that must not get parts of gradients, by name; empty if there are none."""
         return ", ".join(name_of(transform) for transform in self.transforms if not sees_parts(transform))
+
+    @property
+    def clips_before_spikes(self) -> bool:
+        """Whether a SkipSpikes gets a gradient that is clipped by its norm."""
+        return clips_before_spikes(self.max_grad_norm not in (None, math.inf), self.transforms)
 
     @property
     def shared(self) -> tuple[int, ...]:

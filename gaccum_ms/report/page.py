@@ -10,7 +10,9 @@ from pathlib import Path
 import jinja2
 
 from gaccum_ms.report.plots import COLOURS, Line, panels, plot, svg
-from gaccum_ms.report.records import Record
+from gaccum_ms.report.records import SLOW, Record
+
+TIMED = ("rate", "seconds")  # fields whose charts leave out the windows that compile: else these would rule the scale
 
 
 def page(records: Sequence[Record]) -> str:
@@ -28,6 +30,7 @@ def page(records: Sequence[Record]) -> str:
         notes=[note for record in records for note in record.notes],
         terms=[f"loss {number}" for number in range(1, terms + 1)],
         counted=counted,
+        slow=f"{SLOW:g}",
         draw=functools.partial(_draw, records),
     )
 
@@ -55,23 +58,30 @@ def _facts(record: Record, counted: str) -> dict[str, str]:
 
 def _draw(
     records: Sequence[Record], field: str, unit: str, zero: bool, labels: Sequence[str]
-) -> tuple[str, dict[str, str]]:
-    """A chart of a field of the records, and the colour of each of its labels; without numbers, nothing."""
+) -> tuple[str, dict[str, str], bool]:
+    """A chart of a field of the records, the colour of each of its labels, and whether it has marks of slow windows;
+    without numbers, nothing."""
     lines: list[Line] = []
+    slow: list[int] = []
     legend: dict[str, str] = {}
     for record in records:
         name = record.name if len(records) > 1 else ""
         for number, label in enumerate(labels):
             colour = COLOURS[len(legend) % len(COLOURS)]
             legend[", ".join(filter(None, [name, label]))] = colour
-            faint = (*record.earlier, *record.replaced)
-            for part, alpha in [*((part, 0.35) for part in faint), (record.windows, 1.0)]:
+            for part, alpha in [*((part, 0.35) for part in record.faint), (record.windows, 1.0)]:
+                left_out = [field in TIMED and window.slow for window in part]
                 values = [dict(enumerate(window.numbers(field))).get(number, math.nan) for window in part]
+                values = [math.nan if out else value for value, out in zip(values, left_out, strict=True)]
                 lines.append(Line([window.update for window in part], values, colour, alpha=alpha))
+                slow += [window.update for window, out in zip(part, left_out, strict=True) if out]
     if not any(math.isfinite(value) for line in lines for value in line.y):
-        return "", {}
+        return "", {}, False
     figure, (panel,) = panels(1, 5, 2.7)
     plot(panel, lines, zero)
+    if slow:  # at the edge beyond which they are: a speed of nearly 0, or a long time
+        edge = [0.0 if zero else 1.0] * len(slow)
+        panel.plot(slow, edge, "kx", transform=panel.get_xaxis_transform(), clip_on=False)
     panel.set(xlabel="update", ylabel=unit)
     panel.locator_params(axis="x", integer=True)
-    return svg(figure), legend if len(legend) > 1 else {}
+    return svg(figure), legend if len(legend) > 1 else {}, bool(slow)

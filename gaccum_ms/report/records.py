@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 FIRST_UPDATE = 1
 MOST_UPDATES = 2**31 - 1  # the training counts them in an int32
+SLOW = 5.0  # a window of so many times the median's seconds for an item compiles, or something else has stopped it
 LARGEST = 1e100  # a chart has room for sums, differences and margins of what it shows, also by powers of ten
 
 
@@ -24,10 +26,12 @@ class RecordError(Exception):
 
 @dataclass
 class Window:
-    """One line. `lost` : the updates that were skipped, and the micro-batches that were dropped, so far."""
+    """One line. `lost` : the updates that were skipped, and the micro-batches that were dropped, so far. `slow` :
+    whether it took far longer for what it holds than most, as one that compiles."""
 
     values: dict[str, Any]
     lost: tuple[float, float] = (0, 0)
+    slow: bool = False
 
     @property
     def updated(self) -> bool:
@@ -37,6 +41,12 @@ class Window:
     def update(self) -> int:
         """The update that the window made, or would have made."""
         return int(self.values["update"]) + (not self.updated)
+
+    @property
+    def pace(self) -> float:
+        """Seconds for each item, or for each batch of a window without a count."""
+        size = self.number("count", self.number("batches"))
+        return self.number("seconds") / size if size > 0 else math.nan
 
     def numbers(self, name: str) -> list[float]:
         """The numbers of a list, or the only number; NaN for what is none, or too large for a chart."""
@@ -64,6 +74,11 @@ class Record:
         """The path as text that can be written in UTF-8, which a path need not be."""
         return os.fsencode(self.path).decode("utf-8", "replace")
 
+    @property
+    def faint(self) -> list[list[Window]]:
+        """The windows that are not of the last training, or that it has made again."""
+        return [*self.earlier, *self.replaced]
+
     def add(self, window: Window) -> None:
         if self.windows and window.update < self.windows[-1].update + self.windows[-1].updated:
             count = sum(before.update < window.update for before in self.windows)
@@ -77,6 +92,13 @@ class Record:
         window.values["lost"] = [number or None for number in window.lost]  # no chart without any
         window.values["rate"] = window.number("count") / (window.number("seconds") or math.nan)
         self.windows.append(window)
+
+    def find_slow(self) -> None:
+        """Find the windows that compile by their time: the first of each start, and those of new shapes."""
+        paced = [window for part in (self.windows, *self.faint) for window in part if 0 < window.pace < math.inf]
+        usual = statistics.median_low(window.pace for window in paced) if paced else math.nan
+        for window in paced:
+            window.slow = window.pace > SLOW * usual
 
 
 def read(path: Path) -> Record:
@@ -95,6 +117,7 @@ def read(path: Path) -> Record:
     if not record.windows:
         why = f"line {bad[0]} is no window of a WindowMonitor" if bad else "it is empty: no window has ended yet"
         raise RecordError(f"'{path}' holds no record: {why}")
+    record.find_slow()
     if bad:
         record.notes.append(f"{record.name}: {len(bad)} line(s) left out, from line {bad[0]} on: no whole window")
     if record.replaced:

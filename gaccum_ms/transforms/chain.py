@@ -53,7 +53,6 @@ class Chain(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         links = [link if isinstance(link, Transform) else _ByFunction(link) for link in transforms]
-        _check_order(owner, links, clipped)
         if compiler_distributes():
             _take_one_norm(owner, links, clipped)
         for link in links:
@@ -126,17 +125,6 @@ def others(transforms: Sequence[Any]) -> tuple:
     return tuple(link.another() if isinstance(link, Transform) else link for link in transforms)
 
 
-def _check_order(owner: str, links: Sequence[Transform], clipped: bool) -> None:
-    for link in links:
-        if isinstance(link, SkipSpikes) and clipped:
-            raise ValueError(
-                f"For '{owner}', 'SkipSpikes' must come before the gradient is clipped by its global norm, which "
-                f"leaves no spike to see, but got it behind 'max_grad_norm' or a 'ClipByGlobalNorm'. Give "
-                f"transforms=(SkipSpikes(...), ClipByGlobalNorm(...)), and leave 'max_grad_norm' out."
-            )
-        clipped = clipped or isinstance(link, ClipByGlobalNorm)
-
-
 def _take_one_norm(owner: str, links: Sequence[Transform], taken: bool) -> None:
     """Let a clip use the norm that SkipSpikes has taken, and refuse any other second norm, or one of a gradient that is
     more than multiplied. The compiler's pass sums the squares over devices only for the first norm of a gradient that
@@ -170,6 +158,15 @@ def _check_names(owner: str, links: Sequence[Transform], weights: Sequence[ms.Pa
                     f"know it by, but got two Parameters named '{parameter.name}', the second of a "
                     f"'{type(link).__name__}'. Give one of the two, or names of your own."
                 )
+
+
+def clips_before_spikes(clipped: bool, transforms: Sequence[Any]) -> bool:
+    """Whether a SkipSpikes gets a gradient that is clipped by its norm. `clipped` : whether it is before the chain."""
+    for link in transforms:
+        if isinstance(link, SkipSpikes) and clipped:
+            return True
+        clipped = clipped or isinstance(link, ClipByGlobalNorm)
+    return False
 
 
 def is_elementwise(link: Any) -> bool:

@@ -14,27 +14,25 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "hardware.md"
 HEAD = """# Hardware and versions
 
-**Nothing has run on Ascend, nor on several GPUs.** Some tests passed on one NVIDIA H100, as the table below says.
-MindSpore 2.7.2 to 2.10 are supported. On a machine with devices, this runs all tests for them, and the benchmarks, on
-one rank per device, eight at most:
+**Nothing has run on Ascend, nor on several GPUs.** Some tests passed on one NVIDIA H100. On a machine with devices,
+this runs all tests for them, and the benchmarks, on one rank per device, eight at most:
 
 ```bash
 bash run.sh test device
 ```
 
-It writes `build/device/report.md`: the machine, each test with its result, seconds and the reason of a failure, and the
-benchmarks' table. Its exit code is the tests', or 3 without a device. With `DEVICE=CPU` before the command, the tests
-run on CPU, on two ranks. Words after `device` go to pytest, such as `-k overflow`.
+It writes `build/device/report.md`. Its exit code is the tests', or 3 without a device. With `DEVICE=CPU` before the
+command, the tests run on CPU, on two ranks. Words after `device` go to pytest, such as `-k overflow`.
 
 ## What has run on hardware
 
-Each row of the first table is a test that passes on CPU. The second table lists what these tests cannot show.
+Each row of the first table is a test that passes on CPU.
 
 | what is shown | test | ran on |
 | --- | --- | --- |
 """
 LEFT_OPEN = {
-    "speed and memory": "The benchmarks' targets are for two cores of a CPU. On a device they only measure.",
+    "speed and memory": "On a device the benchmarks measure, and have no targets.",
     "semi-auto parallel mode on large networks": "The compiled graphs for eight devices were tested: "
     "[How it was proved](parallel.md#how-it-was-proved)",
     "checkpoints after the first step, in semi-auto parallel mode": "Whole weights are loaded before it; saving after "

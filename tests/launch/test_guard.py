@@ -147,6 +147,35 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path):
     launched.ends_alone()
 
 
+def test_a_guard_that_cannot_write_logs_reports_a_failed_rank(tmp_path):
+    """Such as one whose folder was removed before the rank began."""
+    job = uuid.uuid4().hex
+    env = {**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": "0", guard.JOB: job}
+    with contextlib.closing(Reports(job)) as reports:
+        command = [sys.executable, guard.__file__, "--guard", tmp_path / "missing", tmp_path / "script.py"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert f"No such file or directory: '{tmp_path}/missing/rank.0/stdout'" in done.stderr
+        assert reports.read(30)[1:] == [{"rank": 0, "code": 1}]
+
+
+@pytest.mark.parametrize(
+    ("end", "by_argparse"),
+    [("parser.parse_args()", True), ("import helper", True), ("sys.exit(2)", False)],
+    ids=["in the script", "in another file", "not at all"],
+)
+def test_a_script_that_argparse_ends_says_so(tmp_path, end, by_argparse):
+    """Restarts would not mend it, and it may come after init()."""
+    parser = "import argparse, sys\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', type=float)\n"
+    (tmp_path / "helper.py").write_text(f"{parser}parser.parse_args()")
+    (tmp_path / "script.py").write_text(parser + end)
+    job = uuid.uuid4().hex
+    env = {**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": "0", guard.JOB: job}
+    with contextlib.closing(Reports(job)) as reports:
+        command = [sys.executable, guard.__file__, tmp_path / "script.py", "--lr", "high"]
+        assert subprocess.run(command, env=env, capture_output=True, timeout=60).returncode == 2
+        assert reports.read(30) == [{"rank": 0, "fails": 2, "argparse": by_argparse}]
+
+
 @pytest.mark.core(end=["1 / 0", "sys.exit('no such thing')", "sys.exit(300)", "1 +"])
 @pytest.mark.parametrize(
     "end",

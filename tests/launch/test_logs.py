@@ -45,6 +45,18 @@ def test_a_full_disk_is_named(tmp_path, size, code):
     assert ("rank 0 failed with exit code" in done.stderr) == (code == 1)
 
 
+@pytest.mark.core("logs")
+@pytest.mark.parametrize("removed", ["logs", "logs/1", "logs/1/rank.0"])
+def test_a_folder_that_was_removed_while_ranks_ran_is_named(tmp_path, removed):
+    """A rank that then fails has no logs to show."""
+    text = f'import shutil\nif rank == 0: shutil.rmtree("{removed}"); sys.exit(3)\ntime.sleep(1000)'
+    done = Launched(write(tmp_path / "script.py", text), "-n", "2", "--log-dir", "logs").finish()
+    assert done.returncode == 1
+    assert "error: rank 0 failed with exit code 3; all ranks were ended.\n" in done.stderr
+    assert f"the log folder '{tmp_path / removed}' is missing: it was removed while the ranks ran" in done.stderr
+    assert "cannot write logs" not in done.stderr and "Make room" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "path", ["1/rank.0/results.txt", "msrun/notes.txt", ".cuda/lib", "1"], ids=lambda path: path.replace("/", "-")
 )

@@ -115,12 +115,13 @@ def test_a_rank_whose_guard_is_killed_is_named(tmp_path):
             assert (error.value.code, error.value.rank) == (1, rank)
 
 
-def test_exit_code_2_before_init_is_a_wrong_argument(tmp_path):
-    """As argparse ends a script. No restart can mend it."""
-    for in_init, code in ((set(), 2), ({0}, 1)):
+def test_exit_code_2_before_init_or_of_argparse_is_a_wrong_argument(tmp_path):
+    """No restart can mend it. Later, a script may say something else by 2."""
+    for in_init, by_argparse, code in ((set(), False, 2), ({0}, False, 1), ({0}, True, 2)):
         ranks = Ranks(Cluster(processes=2, master_port=1), tmp_path)
         ranks._in_init |= in_init
-        ranks.note({"rank": 1, "code": 2})
+        ranks.note({"rank": 1, "fails": 2, "argparse": by_argparse})
+        ranks.note({"rank": 0, "code": 1})  # whose collective that has broken
         with pytest.raises(LaunchError, match=r"^rank 1 failed with exit code 2;") as error:
             ranks.check()
         assert error.value.code == code

@@ -28,6 +28,8 @@ from gaccum_ms import (
     GradAccumulationCell,
     GradAccumulator,
     MaxTokens,
+    SkipSpikes,
+    WeightAverage,
     WindowBatchNorm,
     WithBatchLossCell,
 )
@@ -47,8 +49,10 @@ from gaccum_ms.options.rules import (
     SEMI_AUTO,
     SPAN_LATER,
     TRIAL,
+    UPDATE,
     Setup,
 )
+from gaccum_ms.transforms.chain import others
 from tests.support.reference import make_step
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
@@ -163,6 +167,7 @@ BROKEN = [
     ({"min_count": 1.0}, "least count of items .* got min_count=1.0, count=None, reduction=None and a network"),
     (THREE, "pools a micro-batch's statistics in each forward, .* but got 3 losses. Add", "pools"),
     (TWO, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\): add", "batch"),
+    ({"transforms": (SkipSpikes(2.0),), "max_grad_norm": 1.0}, "leaves no spike .* 'ClipByGlobalNorm'. Give"),
     ({"transforms": (abs, ClipByValue(1.0))}, "one device's part there, but got abs. Give a Transform whose class"),
     (
         {"accumulators": Accumulators(compensated=True)},
@@ -222,7 +227,7 @@ def test_each_rule_has_an_example():
 
 
 @pytest.mark.parametrize(
-    "place", [LOSS, CELL, IN_LOOPS, SEMI_AUTO, PIPELINE, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT]
+    "place", [LOSS, CELL, IN_LOOPS, SEMI_AUTO, PIPELINE, UPDATE, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT]
 )
 def test_the_plain_options_go_together_everywhere(place):
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -230,9 +235,12 @@ def test_the_plain_options_go_together_everywhere(place):
 
 
 def rules():
-    """In groups of the same option, as a user looks for what was wanted."""
-    rows = dict.fromkeys((rule.what, rule.beside, rule.instead) for rule in RULES)
-    wanted = list(dict.fromkeys(what for what, _, _ in rows))
+    """In groups of the same option, as a user looks for what was wanted; a row for each remedy."""
+    beside: dict[tuple[str, str], dict[str, None]] = {}
+    for rule in RULES:
+        beside.setdefault((rule.what, rule.instead), {})[rule.beside] = None
+    wanted = list(dict.fromkeys(what for what, _ in beside))
+    rows = [(what, "; ".join(names), instead) for (what, instead), names in beside.items()]
     return [("what", "does not go with", "instead"), *sorted(rows, key=lambda row: wanted.index(row[0]))]
 
 
@@ -277,7 +285,7 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "min_count": [{"min_count": 9.0, "count": count}, {"min_count": 9.0, "reduction": "ratio"}],
     "loss_weights": [{"loss_weights": (1.0, 0.5)}],
     "max_grad_norm": [{"max_grad_norm": 0.5}],
-    "transforms": [{"transforms": (ClipByValue(0.5),)}],
+    "transforms": [{"transforms": (link,)} for link in (ClipByValue(0.5), SkipSpikes(2.0), WeightAverage())],
     "accumulators": [
         {"accumulators": Accumulators(ms.bfloat16)},
         {"accumulators": Accumulators(ms.float16)},
@@ -339,7 +347,10 @@ def error_of(options):
     options = complete(options)
     try:
         setup = Setup(checked(Options(**options)), network_of(options, one_network))
-        errors = (first_refused(place, "GradAccumulationCell", setup) for place in (CELL, IN_LOOPS))
+        owners = dict.fromkeys((CELL, IN_LOOPS), "GradAccumulationCell") | {
+            UPDATE: "TrainOneStepWithGradAccumulationCell"
+        }
+        errors = (first_refused(place, owner, setup) for place, owner in owners.items())
         return next((error for error in errors if error is not None), None)
     except ValueError as error:  # a size, and a function that makes micro-batches
         assert callable(options.get("split")) or {"micro_size", "micro_batch_size"} <= options.keys(), options
@@ -365,7 +376,7 @@ def covering():
 def train(options):
     options = complete(options)
     if "transforms" in options:  # each belongs to one step
-        options = {**options, "transforms": (ClipByValue(0.5),)}
+        options = {**options, "transforms": others(options["transforms"])}
     network = network_of(options)
     step = make_step(network, lambda weights: nn.SGD(weights, 0.01), **options)
     if isinstance(options.get("micro_batch_size"), (str, AutoSize)):

@@ -131,6 +131,27 @@ def test_the_facts_of_a_training(record):
     assert page.sections["Loss"].count("<use") - page.sections["Gradient norm"].count("<use") == 1, "a point alone"
 
 
+@pytest.mark.parametrize("slow", [[], [1], [1, 5, 6]], ids=["none", "the first", "of each start and shape"])
+@pytest.mark.parametrize("counted", [True, False])
+def test_windows_that_compile_are_marked_and_do_not_rule_the_scale(record, slow, counted):
+    """The windows of a larger size are no slower. Without a count, as of several losses, batches are the size."""
+    lines = []
+    for n in range(1, 9):
+        size = 2 if n < 5 else 16
+        fields = {"count": 3.0 * size} if counted else {"count": None}
+        lines.append(samples(n, seconds=size + n / 10 + 2000 * (n in slow), batches=size, **fields))
+    page = report(record(*lines))
+    titles = ["Samples per second", "Time"] if counted else ["Time"]
+    assert [title for title in ("Samples per second", "Time") if title in page.sections] == titles
+    for title in titles:
+        assert ("<b>×</b> more than 5 times slower than most" in page.sections[title]) == bool(slow)
+        (curve,) = page.curves(title)
+        assert len(curve) == 8 - len(slow)
+        heights = [y for _, y in curve]
+        assert max(heights) - min(heights) > 20 * (title == "Samples per second") + 80 * (title == "Time"), title
+    assert "<b>×</b>" not in page.sections["Loss"]
+
+
 def test_what_was_counted_has_its_word(record):
     """Samples are in the test of each chart. Where not all windows count the same, it is items."""
     windows = {word: line(1, count=6.0, seconds=2.0, counted=word) for word in ("samples", "batches", "items")}
