@@ -34,6 +34,17 @@ class Fault(NamedTuple):
     tests: str
 
 
+def read(file: Path) -> list[Fault]:
+    """The faults of a file: for each, the description, the place, the right lines with a minus before them, the wrong
+    ones with a plus, and the tests."""
+    faults = []
+    for block in file.read_text().strip().split("\n\n"):
+        what, place, *change, tests = block.split("\n")
+        right, wrong = ("\n".join(line[1:] for line in change if line[0] == sign) for sign in "-+")
+        faults.append(Fault(what, place, right, wrong, tests))
+    return faults
+
+
 FAULTS = [
     # -- micro-batches and windows
     Fault(
@@ -1009,6 +1020,8 @@ FAULTS = [
     ),
 ]
 
+FAULTS += [fault for file in sorted((ROOT / "tests" / "faults").glob("*.txt")) for fault in read(file)]
+
 
 def run(fault: Fault, folder: Path) -> str:
     """The result of the tests: "found", or why not."""
@@ -1048,12 +1061,12 @@ def sample(faults: list[Fault], number: int, seed: int) -> list[Fault]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/mutations.py", description=__doc__)
-    parser.add_argument("words", nargs="*", help="run the faults that have one of these words; by default all")
+    parser.add_argument("words", nargs="*", help="the faults, or their files, that have one of these words; by default all")
     parser.add_argument("--sample", type=int, metavar="N", help="of these, run only N, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     options = parser.parse_args()
     words = options.words
-    chosen = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
+    chosen = [fault for fault in FAULTS if not words or any(word in fault.what or word in fault.file for word in words)]
     chosen = chosen if options.sample is None else sample(chosen, options.sample, options.seed)
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
     jobs = len(os.sched_getaffinity(0))
