@@ -136,3 +136,26 @@ def test_mindyolos_losses_are_sums_or_means(loss, reduction):
     optimizer = nn.SGD(network.trainable_params(), 1.0)
     step = adopt.mindyolo.train_step("detect", network, loss(), optimizer, 1.0, StaticLossScaler(1.0))
     assert step.options.reduction == reduction
+
+
+class Average(nn.Cell):
+    """As mindone's and mindocr's EMA, or by another name of its method mindyolo's."""
+
+    def __init__(self):
+        super().__init__()
+        self.moves = ms.Parameter(Tensor(0, ms.int32), name="moves")
+
+    def ema_update(self):
+        return ops.assign_add(self.moves, Tensor(1, ms.int32))
+
+
+def test_averages_of_the_packages_move_once_per_update(pynative):
+    network, average = Line(), Average()
+    step = adopt.mindocr.train_step(
+        network, nn.SGD(network.trainable_params(), 1.0), ema=average, gradient_accumulation_steps=2
+    ).set_train()
+    moves = []
+    for _ in range(4):
+        step(Tensor([2.0]))
+        moves.append(int(average.moves.asnumpy()))
+    assert moves == [0, 1, 1, 2]
