@@ -34,6 +34,17 @@ class Fault(NamedTuple):
     tests: str
 
 
+def read(file: Path) -> list[Fault]:
+    """The faults of a file: for each, the description, the place, the right lines with a minus before them, the wrong
+    ones with a plus, and the tests."""
+    faults = []
+    for block in file.read_text().strip().split("\n\n"):
+        what, place, *change, tests = block.split("\n")
+        right, wrong = ("\n".join(line[1:] for line in change if line[0] == sign) for sign in "-+")
+        faults.append(Fault(what, place, right, wrong, tests))
+    return faults
+
+
 FAULTS = [
     # -- micro-batches and windows
     Fault(
@@ -41,18 +52,18 @@ FAULTS = [
         "splitting/even_split.py",
         "size = max(-(-samples // micro_size), min(least, samples))",
         "size = max(samples // micro_size, 1)",
-        "accumulation/test_micro_batches.py",
+        "splitting/test_micro_batches.py",
     ),
     Fault(
         "what is left over is forgotten",
         "splitting/even_split.py",
         "return SplitPlan(samples, size, full, rest) if full",
         "return SplitPlan(samples, size, full, 0) if full",
-        "accumulation/test_micro_batches.py",
+        "splitting/test_micro_batches.py",
     ),
     Fault(
         "the smaller last micro-batch is not run",
-        "accumulation/micro_batches.py",
+        "splitting/micro_batches.py",
         "if rest > 0 else sums",
         "if rest > 99 else sums",
         "end_to_end/test_equivalence.py -k dense-3-13-sgd-graph",
@@ -95,7 +106,7 @@ FAULTS = [
     # -- the ledger
     Fault(
         "the smaller last micro-batch weighs as much as the others",
-        "accumulation/micro_batches.py",
+        "splitting/micro_batches.py",
         "part_of(of_last, *arguments, rest, *take_rest(",
         "part_of(of_last, *arguments, plan[SIZE], *take_rest(",
         "end_to_end/test_equivalence.py -k dense-3-13-sgd",
@@ -116,7 +127,7 @@ FAULTS = [
     ),
     Fault(
         "the loop is unrolled",
-        "accumulation/micro_batches.py",
+        "splitting/micro_batches.py",
         "    start = ms.Tensor(0, ms.int32)\n",
         "    start = 0\n",
         "training/test_step.py -k does_not_grow",
@@ -456,7 +467,7 @@ FAULTS = [
     ),
     Fault(
         "what is shared is cut",
-        "accumulation/micro_batches.py",
+        "splitting/micro_batches.py",
         "return value if axis < 0 else ops.gather(value, rows, axis)",
         "return ops.gather(value, rows, max(axis, 0))",
         "splitting/test_even_split.py -k as_long_as",
@@ -562,7 +573,7 @@ FAULTS = [
     ),
     Fault(
         "outputs are joined in another order",
-        "accumulation/micro_batches.py",
+        "splitting/micro_batches.py",
         "ops.concat((before[rows:], new))",
         "ops.concat((new, before[rows:]))",
         "accumulation/test_outputs.py -k change_nothing",
@@ -1177,6 +1188,8 @@ FAULTS = [
     ),
 ]
 
+FAULTS += [fault for file in sorted((ROOT / "tests" / "faults").glob("*.txt")) for fault in read(file)]
+
 
 def run(fault: Fault, folder: Path) -> str:
     """The result of the tests: "found", or why not."""
@@ -1216,12 +1229,12 @@ def sample(faults: list[Fault], number: int, seed: int) -> list[Fault]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/mutations.py", description=__doc__)
-    parser.add_argument("words", nargs="*", help="run the faults that have one of these words; by default all")
+    parser.add_argument("words", nargs="*", help="the faults, or their files, that have one of these words; by default all")
     parser.add_argument("--sample", type=int, metavar="N", help="of these, run only N, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     options = parser.parse_args()
     words = options.words
-    chosen = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
+    chosen = [fault for fault in FAULTS if not words or any(word in fault.what or word in fault.file for word in words)]
     chosen = chosen if options.sample is None else sample(chosen, options.sample, options.seed)
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
     jobs = len(os.sched_getaffinity(0))

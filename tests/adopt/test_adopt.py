@@ -9,9 +9,11 @@ import re
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
+from mindspore.amp import DynamicLossScaler, StaticLossScaler
 
-from gaccum_ms import adopt
+from gaccum_ms import ClipByValue, adopt
+from gaccum_ms.adopt import common
 
 FUNCTIONS = [
     adopt.mindcv.train_step,
@@ -80,3 +82,80 @@ def test_mindformers_skips_an_update_whose_norm_is_the_threshold(threshold, weig
     ).set_train()
     step(Tensor([2.0]))
     assert network.weight.asnumpy() == [weight]
+
+
+def trained(train_step, x=2.0, **given):
+    """The weight of a `Line` after one update with a rate of 1, and what the step returned."""
+    network = Line()
+    step = train_step(network, nn.SGD(network.trainable_params(), 1.0), **given).set_train()
+    outputs = step(Tensor([x]))
+    return network.weight.asnumpy().item(), outputs
+
+
+def test_loss_scales_of_mindspore_become_ours():
+    manager = common.scale_of("step", DynamicLossScaler(64.0, 2, 100))
+    assert (manager.loss_scale_value, float(manager.scale_factor), float(manager.scale_window)) == (64.0, 2.0, 100.0)
+    for scale in (8, 8.0, StaticLossScaler(8.0), Tensor(8.0)):
+        assert float(common.scale_of("step", scale)) == 8.0
+
+
+def test_the_users_transforms_are_kept(pynative):
+    assert trained(adopt.mindocr.train_step, transforms=(ClipByValue(0.5),))[0] == 0.5
+
+
+def test_updates_in_spite_of_an_overflow_are_a_choice(pynative):
+    assert trained(adopt.mindocr.train_step, np.inf)[0] == 1.0
+    assert not np.isfinite(trained(adopt.mindocr.train_step, np.inf, drop_overflow_update=False)[0])
+    manager = nn.DynamicLossScaleUpdateCell(64.0, 2, 100)
+    with pytest.raises(ValueError, match="need a fixed loss scale"):
+        trained(adopt.mindocr.train_step, scale_sense=manager, drop_overflow_update=False)
+
+
+def test_mindcvs_outputs_are_a_loss_or_three_values(pynative):
+    assert float(trained(adopt.mindcv.train_step)[1]) == 2.0
+    assert [float(value) for value in trained(adopt.mindcv.train_step, scale_sense=4.0)[1]] == [2.0, 0.0, 4.0]
+
+
+def test_mindones_outputs_have_the_overflow_last(pynative):
+    _, outputs = trained(adopt.mindone.transformers_train_step, scaler="static")
+    assert [float(value) for value in outputs] == [2.0, 1024.0, 0.0]
+
+
+class YOLOv7Loss(nn.Cell):
+    def construct(self, predicted, labels, images):
+        return predicted.sum(), ops.stack((predicted.sum(),))
+
+
+class YOLOXLoss(YOLOv7Loss):
+    pass
+
+
+@pytest.mark.parametrize(("loss", "reduction"), [(YOLOv7Loss, "sum"), (YOLOXLoss, "mean")])
+def test_mindyolos_losses_are_sums_or_means(loss, reduction):
+    network = Line()
+    optimizer = nn.SGD(network.trainable_params(), 1.0)
+    step = adopt.mindyolo.train_step("detect", network, loss(), optimizer, 1.0, StaticLossScaler(1.0))
+    assert step.options.reduction == reduction
+
+
+class Average(nn.Cell):
+    """As mindone's and mindocr's EMA, or by another name of its method mindyolo's."""
+
+    def __init__(self):
+        super().__init__()
+        self.moves = ms.Parameter(Tensor(0, ms.int32), name="moves")
+
+    def ema_update(self):
+        return ops.assign_add(self.moves, Tensor(1, ms.int32))
+
+
+def test_averages_of_the_packages_move_once_per_update(pynative):
+    network, average = Line(), Average()
+    step = adopt.mindocr.train_step(
+        network, nn.SGD(network.trainable_params(), 1.0), ema=average, gradient_accumulation_steps=2
+    ).set_train()
+    moves = []
+    for _ in range(4):
+        step(Tensor([2.0]))
+        moves.append(int(average.moves.asnumpy()))
+    assert moves == [0, 1, 1, 2]

@@ -180,6 +180,7 @@ def test_create_trainer_and_state_monitor(tmp_path):
     whole = factory.create_trainer(**arguments(networks[0], **given))
     model = adopted.create_trainer(**arguments(networks[1], gradient_accumulation_steps=K, **given))
     assert isinstance(model.train_network, TrainOneStepWithGradAccumulationCell)
+    assert factory.TrainStep is theirs.TrainStep, "mindcv is left as it was"
     own_monitor = monitored(callbacks.StateMonitor, whole, tmp_path)
     if before(2, 8):  # mindcv's own monitor runs, and changes weights
         whole.train(1, data_set(4 * K), dataset_sink_mode=False)

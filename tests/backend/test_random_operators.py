@@ -127,6 +127,8 @@ def test_a_copy_shares_everything_that_does_not_draw():
     assert needs_copies(network) and not any(
         needs_copies(one) for one in (network.layers[1], network.layers[2], network.head)
     )
+    seeds = [with_other_seeds(network, copy).layers[3].dropout.Seed0 for copy in (1, 2, 1)]
+    assert seeds[0] == seeds[2] != seeds[1]
     assert copied.head is network.head and copied.parent is network.parent and copied.layers[0] is network.layers[0]
     assert [id(one) for one in copied.get_parameters()] == [id(one) for one in network.get_parameters()]
     ours, theirs = copied.layers[3], network.layers[3]

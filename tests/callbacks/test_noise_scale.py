@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -63,10 +64,10 @@ def test_averages_have_no_bias_towards_zero():
     assert average.value == pytest.approx((0.095 * 4 + 0.5 * 10) / 0.595)
 
 
-def advice(scale, batch):
+def advice(scale, batch, batches=1):
     noise = GradNoiseScale()
-    noise.estimate.add(WindowNoise(2 * (1 + scale), 2, 2, 1 + scale / 2, 2), 0.5)  # |G|^2 is 1, tr Sigma the scale
-    noise.records.append(ScaleRecord(1, batch, scale))
+    window = WindowNoise(batch + 2 * scale, 2, batch, 1 + scale / batch, batch)  # |G|^2 is 1, tr Sigma the scale
+    noise.on_window_end(None, SimpleNamespace(noise=window, update=1, batches=batches))
     assert noise.noise_scale == pytest.approx(scale)
     assert noise.advice.isascii(), "another character may raise at the end of the training, when it is printed"
     return noise.advice
@@ -74,6 +75,7 @@ def advice(scale, batch):
 
 def test_the_advice_is_one_line():
     assert advice(1600, 256) == "batch 256 is 6 times below the critical size 1,600: accumulate over 6"
+    assert advice(1600, 256, batches=3).endswith(": accumulate over 19")
     assert advice(1583, 1000) == "batch 1,000 is 1.6 times below the critical size 1,600: accumulate over 2"
     assert advice(80, 256) == (
         "batch 256 is 3 times above the critical size 80: a smaller one learns nearly as much from each update"

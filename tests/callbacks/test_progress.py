@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import itertools
 import json
 import os
 import re
 import struct
 import sys
 import termios
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -69,6 +71,14 @@ def test_each_batch_is_drawn_with_its_numbers(pynative):
     assert re.search(r"^Epoch 2/2 .* 5/8 ", texts[5])
     assert re.search(rf" 8/8 .* samples/s, .* update {int(step.update_count.asnumpy())}$", texts[-1])
     assert file.getvalue().endswith("\n")
+
+
+def test_a_speed_is_that_since_the_last_drawing(monkeypatch, pynative):
+    """By a clock that goes on by a second whenever it is read, as twice between two drawings of two samples."""
+    monkeypatch.setattr("gaccum_ms.callbacks.progress.time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    bar, file = every_batch()
+    fit(bar, micro_size=2)
+    assert re.findall(r"(\d+) samples/s", file.getvalue())[:2] == ["1", "1"]
 
 
 def test_without_windows_and_clipping_the_batchs_loss_and_no_norm(pynative):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -11,12 +12,14 @@ from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
 
 from gaccum_ms import (
+    EvenSplit,
     FlushAccumulation,
     GradAccumulationCell,
     ProgressBar,
     TrainingMetrics,
     WindowMonitor,
 )
+from gaccum_ms.training.step_in_model import samples_of_batch
 from tests.support.reference import CLASSES, as_numpy, batches, make_network, make_step
 from tests.support.state import manager
 
@@ -107,6 +110,12 @@ def test_a_metric_may_choose_its_outputs(pynative):
     metrics = TrainingMetrics({"logits less themselves": train.MAE().set_indexes([0, 0])}, show=False)
     trained([metrics], 1)
     assert metrics.history == [{"logits less themselves": 0.0}]
+
+
+def test_samples_may_be_on_another_axis():
+    step = make_step(WithLogits(), aux=True, micro_size=2, split=EvenSplit(axis=1))
+    parameters = SimpleNamespace(train_network=step, train_dataset_element=(ms.Tensor(np.ones((3, 5))),))
+    assert samples_of_batch(SimpleNamespace(original_args=lambda: parameters)) == 5
 
 
 class Plain(WithLogits):

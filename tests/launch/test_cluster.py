@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError, left_out, reserved_port
-from gaccum_ms.launch.ray_engine import OnRay
+from gaccum_ms.launch.ray_engine import OnHost, OnRay
 
 
 def test_a_reserved_port_is_a_free_one_and_stays_free_for_the_scheduler_alone():
@@ -91,3 +91,7 @@ def test_ray_is_named_where_it_is_not_installed(tmp_path, monkeypatch):
     with pytest.raises(LaunchError, match=r"'ray' is not installed \(pip install 'gaccum_ms\[ray\]'\)") as error:
         OnRay("", {"CPU": 1}, "", ".").run(Cluster(), ["script.py"], tmp_path, 0)
     assert error.value.code == 2
+
+
+def test_of_hosts_with_one_disk_only_the_first_makes_a_file(tmp_path):
+    assert [OnHost().makes(tmp_path / "checkpoints" / "file") for _ in range(2)] == [True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -151,7 +152,9 @@ def test_what_cannot_be_printed_is_one_line(options, message):
 
 def test_a_script_is_printed_with_the_launchers_options_and_nothing_is_started(tmp_path):
     script = write(tmp_path / "script.py", "")
-    assert printed(script, "--hosts=a,b", "--dry-run=ranks").startswith("#!/bin/bash\n")
+    text = printed(script, "-n", "2", "--hosts=a,b", "--dry-run=ranks")
+    assert text.startswith("#!/bin/bash\n")
+    assert re.findall(r"RANK_ID=(\d) DEVICE_ID=(\d)", text) == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
     for form in ("slurm", "openmpi"):
         text = printed(script, "--launcher=mpirun", "--timeout=7", "--hosts=a", f"--dry-run={form}")
         assert text.startswith("#!/bin/bash\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -275,6 +276,8 @@ def test_what_follows_on_a_failure():
     assert (env["CUDA_VISIBLE_DEVICES"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("4,5,7", "0,1,3")
     decide, all_needed = Restarts().after, Cluster(processes=4, max_restarts=2)
     assert decide(decide(all_needed, failed(1), 1), failed(1), 1).size == 4, "none may be left out"
+    decide, fewer = Restarts().after, dataclasses.replace(third, max_restarts=9, min_processes=2)
+    assert decide(decide(fewer, failed(1), 1), failed(1), 1).devices == (0, 3), "of the devices that are left"
 
 
 def test_of_several_hosts_the_one_that_fails_twice_is_known():

@@ -17,6 +17,7 @@ from gaccum_ms import (
 )
 from gaccum_ms.memory.proc import own
 from gaccum_ms.memory.report import MemoryReport, MemoryRow
+from gaccum_ms.report import plots
 from tests.memory.test_search import Limited, assert_nothing_changes, batch
 from tests.support.alone import alone
 from tests.support.reference import FEATURES, OPTIMIZERS, make_network
@@ -162,9 +163,20 @@ REPORT = MemoryReport(
 )
 
 
-def test_draws(tmp_path):
+def test_draws(tmp_path, monkeypatch):
     REPORT.draw(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(plots, "save", lambda figure, path: path.append(figure))
+    REPORT.draw(figures := [])
+    (panel,) = figures[0].axes
+    last = panel.containers[-1]
+    assert [bar.get_y() + bar.get_height() for bar in last] == pytest.approx([301e-6, 241e-6]), "bars end at the peaks"
+
+
+def test_sizes_fit_from_where_all_larger_ones_do():
+    fits, too_large = REPORT.rows[1], REPORT.rows[0]
+    rows = tuple(dataclasses.replace(row, micro_size=2**place) for place, row in enumerate((fits, too_large, fits)))
+    assert dataclasses.replace(REPORT, rows=rows).fits_from == 4
 
 
 @pytest.mark.parametrize(

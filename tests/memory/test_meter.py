@@ -6,13 +6,26 @@ import subprocess
 
 import pytest
 
+from gaccum_ms.memory import meter
 from gaccum_ms.memory.meter import ProcessMeter, container_limits, device_memory_free
-from gaccum_ms.memory.proc import own
+from gaccum_ms.memory.proc import own, sizes_in
 from tests.support.no_device import compiler
 
 
 def test_a_limit_is_at_least_what_the_process_holds():
     assert own("VmRSS") < ProcessMeter().limit()
+
+
+def test_ranks_share_a_containers_limit(monkeypatch):
+    monkeypatch.setattr(meter, "container_limits", lambda: [2_000_000])
+    assert ProcessMeter().limit() == 2_000_000
+    monkeypatch.setattr(meter, "rank_and_ranks", lambda: (1, 4))
+    assert ProcessMeter().limit() == 500_000
+
+
+def test_linux_counts_in_kibibytes(tmp_path):
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t       3 kB\nThreads:\t4\n")
+    assert sizes_in(tmp_path / "status") == {"VmRSS": 3072}
 
 
 def test_says_what_is_missing_where_the_system_does_not_tell(monkeypatch):
@@ -75,6 +88,7 @@ HUGE = "9223372036854771712\n"  # version 1 writes it for no limit
     ("group", "files", "limits"),
     [
         ("0::/a/b\n", {"a/memory.max": "3000\n", "a/b/memory.max": "max\n"}, [3000]),
+        ("0::/a/b\n", {"a/memory.max": "3000\n", "a/b/memory.max": "2000\n"}, [2000, 3000]),
         ("0::/\n", {"memory.max": "500\n"}, [500]),
         (
             "9:name=systemd:/\n4:cpu,memory:/x\n0::/\n",
@@ -84,7 +98,7 @@ HUGE = "9223372036854771712\n"  # version 1 writes it for no limit
         ("0::/\n", {}, []),
         (None, {}, []),
     ],
-    ids=["version 2", "version 2 in a container", "version 1", "no limit", "no groups"],
+    ids=["version 2", "two limits", "version 2 in a container", "version 1", "no limit", "no groups"],
 )
 def test_limits_of_containers(group, files, limits, tmp_path):
     """In a container of version 2, the process's group looks like the root, whose file has the limit."""

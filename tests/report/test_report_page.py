@@ -129,6 +129,7 @@ def test_the_facts_of_a_training(record):
     ]
     assert len(page.curves("Loss")) == 1
     assert page.sections["Loss"].count("<use") - page.sections["Gradient norm"].count("<use") == 1, "a point alone"
+    assert report(record(line(1), line(1, False))).facts[0] == ("updates", "1"), "the last window made none"
 
 
 @pytest.mark.parametrize("slow", [[], [1], [1, 5, 6]], ids=["none", "the first", "of each start and shape"])

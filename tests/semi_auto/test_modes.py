@@ -358,7 +358,8 @@ def model_of(network, cell, **options):
 def test_networks_that_cast_weights_are_compiled_once():
     """Those of `amp_level` are in the next test."""
     assert not isinstance(network_of(Lazy()), CompiledOnce)
-    assert isinstance(network_of(nn.Dense(12, 5).to_float(ms.float16)), CompiledOnce)
+    for dtype in (ms.float16, ms.bfloat16):
+        assert isinstance(network_of(nn.Dense(12, 5).to_float(dtype)), CompiledOnce)
     assert isinstance(network_of(make_network("dense"), level="O2"), CompiledOnce)
 
 

@@ -213,6 +213,8 @@ def test_the_worst_case_is_a_full_micro_batch_of_each_width():
         assert (of_labels.asnumpy() != IGNORED).any()
         longer = {tuple(row[:width]) for row in tokens[lengths > width]}
         assert not longer & set(map(tuple, of_tokens.asnumpy())), "trimmed by nobody"
+    short = np.where(np.arange(LENGTH) < 4, tokens[:7], 0)
+    assert max_tokens(widths=(4, LENGTH)).worst_case(Tensor(short), Tensor(labels[:7])).most == 2, "28 of 24 tokens"
 
 
 # -- when memory runs out in training ----------------------------------------------------------------------------------

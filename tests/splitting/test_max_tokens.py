@@ -284,6 +284,9 @@ def test_empty_samples_have_a_row():
     split(*map(Tensor, DATA[0]))
     rows = np.concatenate([rows for _, rows in split.plan.parts])
     assert sorted(rows[rows >= 0]) == list(range(20))
+    split = max_tokens(length=lambda tokens, labels: [0] * 19 + [24], widths=2)
+    split(*map(Tensor, DATA[0]))
+    assert split.widths == (1, 24)
 
 
 def test_what_is_too_long_changes_nothing(pynative):

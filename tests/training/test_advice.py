@@ -399,6 +399,12 @@ class ByAssignment(Stateful):
         return out
 
 
+class ByAddition(Stateful):
+    def written(self, out):
+        self.center += ops.stop_gradient(out.mean(axis=0))
+        return out
+
+
 class Assigner:
     def assign(self, out):
         return out
@@ -431,6 +437,7 @@ class OnlyNamedAlike(Stateful):
         (ByHelper, "center of 'ByHelper'"),
         (InPlace, "self.center of 'InPlace'"),
         (ByAssignment, "self.center of 'ByAssignment'"),
+        (ByAddition, "self.center of 'ByAddition'"),
         (Stateful, None),
         (OnlyNamedAlike, None),
     ],
