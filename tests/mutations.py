@@ -1229,7 +1229,9 @@ def sample(faults: list[Fault], number: int, seed: int) -> list[Fault]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/mutations.py", description=__doc__)
-    parser.add_argument("words", nargs="*", help="the faults, or their files, that have one of these words; by default all")
+    parser.add_argument(
+        "words", nargs="*", help="the faults, or their files, that have one of these words; by default all"
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="of these, run only N, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     options = parser.parse_args()

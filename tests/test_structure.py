@@ -61,7 +61,9 @@ def test_a_plain_step_runs_through_the_files_that_the_architecture_names():
     finally:
         sys.setprofile(None)
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    named = re.findall(r"(\w+\.py)`", text[text.index("To follow a plain step, read") : text.index("`test_structure.py` watches")])
+    named = re.findall(
+        r"(\w+\.py)`", text[text.index("To follow a plain step, read") : text.index("`test_structure.py` watches")]
+    )
     assert len(named) == 6  # the step, and five of accumulation/
     # Nothing on most devices; the copies of a network that draws random numbers, of which there are none here; and the
     # advice, which a compilation may give.

@@ -17,7 +17,8 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
-_shape_of = ops.TensorShape()
+from gaccum_ms.backend.open_lengths import samples_of
+
 _NAN = float("nan")
 
 
@@ -85,15 +86,6 @@ def count_cell(count: Callable | None, axis: int = 0) -> nn.Cell:
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
-
-
-def samples_of(inputs, axis):
-    """Samples in a batch: an int, or an int32 Tensor of shape () where `set_inputs` leaves it open. `axis` : that of
-    the samples of the first input."""
-    samples = inputs[0].shape[axis]
-    if not ops.isconstant(samples):
-        samples = ops.cast(_shape_of(inputs[0])[axis], ms.int32)
-    return samples
 
 
 def float32(number):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import mindspore as ms
 from mindspore import ops
 
-from gaccum_ms.losses.counts import samples_of
+from gaccum_ms.backend.open_lengths import samples_of
 from gaccum_ms.splitting.even_split import UNCUT, cut_axes
 from gaccum_ms.splitting.even_split import SplitPlan as SplitPlan
 from gaccum_ms.splitting.even_split import plan_split as plan_split

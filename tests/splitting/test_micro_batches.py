@@ -8,9 +8,9 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import WithBatchLossCell
-from gaccum_ms.splitting import micro_batches
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.checks.batches import batch_shapes
+from gaccum_ms.splitting import micro_batches
 from tests.support.reference import Line, as_numpy, make_step
 
 
