@@ -559,9 +559,9 @@ FAULTS = [
     ),
     Fault(
         "a loss without items spoils the others",
-        "accumulation/window.py",
-        "            belongs = items > 0\n",
-        "            belongs = items >= 0\n",
+        "accumulation/ledger.py",
+        "items > 0 if self.loss_is_mean else ops.logical_or(items > 0, numerators == numerators)",
+        "items >= 0 if self.loss_is_mean else ops.logical_or(items > 0, numerators == numerators)",
         "losses/test_counts.py -k own_total",
     ),
     Fault(

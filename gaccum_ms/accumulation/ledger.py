@@ -351,10 +351,10 @@ class SharesOfLosses(KnownShares):
         return self.zero_sums()
 
     def runs(self, items):
-        return (items > 0).all()
+        return self.belongs((), items).all()
 
     def belongs(self, numerators, items):
-        """Which of the losses belong to the window."""
+        """Which of the losses belong to the window: of means, before they run, those with items."""
         return items > 0 if self.loss_is_mean else ops.logical_or(items > 0, numerators == numerators)
 
     def takes(self, belongs, numerators, gradients):

@@ -230,7 +230,7 @@ class Window(nn.Cell):
                 row = self.ledger.added(unit, numerators, items, gradients)
                 runs = ms.Tensor(False)
             for term in range(self.ledger.terms):
-                alone = self.ledger.runs_alone(term, items > 0)
+                alone = self.ledger.runs_alone(term, self.ledger.belongs((), items))
                 while alone:
                     part, gradients = measure.run_alone(term, unit, items, *micro_batch)
                     row = row + ops.depend(part, self.store.add(gradients))
