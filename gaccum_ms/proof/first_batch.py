@@ -73,6 +73,11 @@ class FirstBatch:
         return self.verdict.kind == DIFFERENT
 
     @property
+    def waits(self) -> bool:
+        """Whether the next batch decides."""
+        return self._before is not None
+
+    @property
     def is_decided(self) -> bool:
         """Whether numbers have shown what the loss is."""
         return self.verdict.kind in (EQUAL, DIFFERENT)

@@ -82,6 +82,7 @@ class LossAdvice:
         self._losses: KnownLosses | None = None
         self._batches = batches
         self._told: set[str] = set()
+        self._waiting: list[str] = []  # for what the proof says of the next batch
         self.proof = proof
 
     def look(
@@ -96,8 +97,13 @@ class LossAdvice:
         text = None if micro_batches is None else self.proof.look(given or batch or (), axes, micro_batches)
         if text is not None:
             warn_user(text)
-        if not self.proof.told:
-            self._look_at_known_losses(batch)
+        self._waiting += self._of_known_losses(batch)
+        if self.proof.told:
+            self._waiting = []
+        if not self.proof.waits:
+            for advice in self._waiting:
+                warn_user(advice)
+            self._waiting = []
 
     def look_in_loop(self, batch: Sequence[Any]) -> None:
         """The same for a batch of a loop, which is a micro-batch of its window."""
@@ -106,15 +112,15 @@ class LossAdvice:
         axes = [0 if of_samples else UNCUT for of_samples in has_samples]
         self.look(batch, axes, lambda: [batch])
 
-    def _look_at_known_losses(self, batch: Sequence[Any] | None) -> None:
-        if self._batches < 1 or (batch is None and self._losses is not None):
-            return
+    def _of_known_losses(self, batch: Sequence[Any] | None) -> list[str]:
+        if self.proof.told or self._batches < 1 or (batch is None and self._losses is not None):
+            return []
         self._losses = self._losses or self._make()  # late: see above
         self._batches -= batch is not None
-        for text in self._losses.advice(batch, is_proved=self.proof.is_decided):
-            if text not in self._told:
-                self._told.add(text)
-                warn_user(text)
+        texts = self._losses.advice(batch, is_proved=self.proof.is_decided)
+        new = [text for text in texts if text not in self._told]
+        self._told.update(new)
+        return new
 
 
 def proof_of_loop(owner: str, function: Callable[..., Any], options: Options, batches: int) -> FirstBatch:
