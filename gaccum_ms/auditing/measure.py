@@ -108,7 +108,9 @@ def measured(
     def loss_on(part: Sequence[ms.Tensor]) -> float:
         return float(loss_of(part)[0])
 
-    broadcast = None if error is not None else broadcast_input(inner.options, inner.network, batch, parts, loss_on, tolerance)
+    broadcast = (
+        None if error is not None else broadcast_input(inner.options, inner.network, batch, parts, loss_on, tolerance)
+    )
     if broadcast is not None:
         return dataclasses.replace(evidence, broadcast=broadcast)
     remedy = find_remedy(evidence, inner, batch, parts, loss_on, train)

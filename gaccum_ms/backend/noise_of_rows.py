@@ -85,9 +85,9 @@ def _drawing(noise: NoiseOfRows, thread: int, original: Any, draw: Callable[...,
 
 def _collectives() -> Iterator[tuple[Any, str]]:
     for name, kind in vars(comm_ops).items():
-        if inspect.isclass(kind) and issubclass(kind, ops.Primitive) and kind.__module__ == comm_ops.__name__:
-            if not name.startswith("_"):
-                yield kind, "__call__"
+        is_operator = inspect.isclass(kind) and issubclass(kind, ops.Primitive)
+        if is_operator and kind.__module__ == comm_ops.__name__ and not name.startswith("_"):
+            yield kind, "__call__"
     for module in map(importlib.import_module, _FUNCTIONS):
         yield from ((module, name) for name in vars(module) if name.startswith(_COLLECTIVES))
 
@@ -124,7 +124,7 @@ def _sizes(shape: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in (shape.asnumpy() if isinstance(shape, ms.Tensor) else shape))
 
 
-_DRAWS = {
+_DRAWS: dict[Any, Callable[..., Any]] = {
     ops.StandardNormal: _normal,
     ops.UniformReal: _uniform,
     ops.UniformInt: _integers,

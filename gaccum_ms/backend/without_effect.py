@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any

@@ -8,7 +8,6 @@ the whole batch's loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-
 from typing import Any
 
 import mindspore as ms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -44,7 +45,7 @@ class Comparison:
     def __init__(self, evaluation: Evaluation, parts: Sequence[Inputs], both: Inputs, of_rows: bool = True) -> None:
         rule, self.tolerance = evaluation.rule, evaluation.tolerance
         ends = np.cumsum([0, *(rule.samples(part) for part in parts)]).tolist() if of_rows else []
-        rows = [range(*pair) for pair in zip(ends, ends[1:], strict=False)] if of_rows else [None] * len(parts)
+        rows = [range(*pair) for pair in itertools.pairwise(ends)] if of_rows else [None] * len(parts)
         evaluated = [evaluation.of(part, of_part) for part, of_part in zip(parts, rows, strict=True)]
         self.rule, self.parts, self.both = rule, parts, both
         self.numbers = [numbers for numbers, _ in evaluated]
@@ -60,7 +61,7 @@ class Comparison:
         wholes = [rule.of_whole(self.of_both)]
         if not np.allclose(self.made, wholes[0], rtol=self.tolerance / 10, atol=0):  # is it more than noise?
             wholes.append(rule.of_whole(whole()))
-            if not np.allclose(*wholes, rtol=self.tolerance / 10, atol=0, equal_nan=True):
+            if not np.allclose(wholes[0], wholes[1], rtol=self.tolerance / 10, atol=0, equal_nan=True):
                 wholes += [rule.of_whole(whole()) for _ in range(3)]
         self.whole, self.noise = wholes[0], np.max(wholes, 0) - np.min(wholes, 0)
         values = [self.whole[None]]

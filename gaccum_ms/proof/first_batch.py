@@ -99,24 +99,29 @@ class FirstBatch:
         parts = micro_batches
         if earlier is not None and len(micro_batches()) < 2:
             parts = functools.partial(list, [earlier, inputs])
-        self.verdict = self._proved(inputs, axes, parts)
+        self.verdict = self._proved(inputs, axes, parts, earlier is not None)
         if self.verdict.kind == LATER and earlier is None and axes is not None:
             self._before = list(inputs)
-        if self.verdict.kind == DIFFERENT and self.verdict.remedy is None and (earlier is not None or self._is_explained):
-            # Two batches together may be no batch; and what construct writes has an advice of its own.
+        is_unexplained = self.verdict.kind == DIFFERENT and self.verdict.remedy is None
+        # Two batches together may be no batch; and what construct writes has an advice of its own.
+        if is_unexplained and (earlier is not None or self._writes_state()):
             self.verdict = self.verdict._replace(kind=UNDECIDED)
         return self._text() if self.verdict.kind == DIFFERENT else None
 
-    @property
-    def _is_explained(self) -> bool:
+    def _writes_state(self) -> bool:
         return any(advice_about_state(network) is not None for network in self._networks)
 
     def _proved(
-        self, inputs: Inputs, axes: Sequence[int] | None, micro_batches: Callable[[], Sequence[Inputs]]
+        self,
+        inputs: Inputs,
+        axes: Sequence[int] | None,
+        micro_batches: Callable[[], Sequence[Inputs]],
+        is_second: bool,
     ) -> Verdict:
         batch = self._batch(inputs, axes, micro_batches)
         if isinstance(batch, Verdict):
             return batch
+        batch.decides_among_micro_batches = is_second
         for network in self._networks:
             for parameter in network.get_parameters():
                 if parameter.has_init:
@@ -137,12 +142,8 @@ class FirstBatch:
 
     def _judged(self, batch: Batch, in_evaluation: Callable[[nn.Cell], Sequence[nn.Cell]]) -> Verdict:
         off = [cell for network in self._networks for cell in in_evaluation(network)]
-
-        def writes() -> bool:
-            return self._is_explained
-
         with (
-            without_effect(self._function, self._networks, off, writes) as put_back,
+            without_effect(self._function, self._networks, off, self._writes_state) as put_back,
             noise_of_rows(group_size_or_1() > 1) as noise,
         ):
             if any(batch_norm_names(network, as_now=True) for network in self._networks):
@@ -222,4 +223,3 @@ def _most_work() -> int:
 
 def _size(inputs: Inputs) -> int:
     return max((value.size for value in inputs if isinstance(value, ms.Tensor)), default=0)
-

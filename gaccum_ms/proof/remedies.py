@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -116,9 +116,7 @@ def known_counts(own_count: Any, function: Any, batch: Inputs) -> Iterator[tuple
     last = len(batch) - 1
     labels = [
         (index, position, shift, _words(ignore_index=(index, -100), position=(position, last), shift=(shift, 0)))
-        for position, index, shift in itertools.product(
-            reversed(integer_inputs(batch)), _ignored(function), (0, 1)
-        )
+        for position, index, shift in itertools.product(reversed(integer_inputs(batch)), _ignored(function), (0, 1))
     ]
     for index, position, shift, words in labels:
         yield f"count=CountNotIgnored({words})", CountNotIgnored(index, position, shift)
@@ -156,4 +154,3 @@ def _class_weights(function: Any) -> Iterator[tuple[str, ms.Tensor]]:
 def _words(**arguments: tuple[int, int]) -> str:
     """The arguments that are not as by default."""
     return ", ".join(f"{name}={value}" for name, (value, default) in arguments.items() if value != default)
-

@@ -36,11 +36,14 @@ def few(inputs: Sequence[Any], axes: Sequence[int], most: int) -> Iterator[tuple
     classes; the later choices are for losses that are NaN. `most` : the samples of both."""
     samples = inputs[0].shape[axes[0]]
     order = np.argsort(_scores(inputs, axes, samples), kind="stable")
-    first, second = next(sizes for sizes in ((2, 3), (1, 2), (1, 1)) if sum(sizes) <= min(samples, most) or sizes[1] < 2)
+    room = min(samples, most)
+    first, second = (2, 3) if room >= 5 else (1, 2) if room >= 3 else (1, 1)
     if first == 2:
         yield order[[0, (samples - second) // 2]], order[-second:]
         yield order[[0, -1]], order[[samples // 2, -2, 1]] if samples > 6 else order[1:-1][:second]
     yield order[:first], order[-second:]
+    if second == 2:  # what the first sample lacks, as labels, another one of its part may have
+        yield order[[-1]], order[[0, -2]]
     yield np.arange(first), np.arange(first, first + second)
 
 
@@ -64,14 +67,10 @@ def are_rows_of(parts: Sequence[Sequence[Any]], inputs: Sequence[Any]) -> bool:
     """Whether parts are the samples of a batch, in any order, and nothing else."""
     if any(len(part) != len(inputs) for part in parts) or not all(isinstance(value, ms.Tensor) for value in inputs):
         return False
-    wholes = [[part[place] for part in parts] for place in range(len(inputs))]
-    if any(value.ndim == 0 or value.shape[1:] != whole.shape[1:] for whole, values in zip(inputs, wholes, strict=True) for value in values):
-        return False
-    flat = [_bytes([whole]) for whole in inputs], [_bytes(values) for values in wholes]
-    return all(len(rows) == len(of_parts) for rows, of_parts in zip(*flat, strict=True)) and (
-        sorted(zip(*flat[0], strict=False)) == sorted(zip(*flat[1], strict=False))
-    )
+    samples = [[row for part in cut for row in zip(*map(_rows, part), strict=False)] for cut in ([inputs], parts)]
+    return sorted(samples[0]) == sorted(samples[1])
 
 
-def _bytes(values: Sequence[ms.Tensor]) -> list[bytes]:
-    return [row.tobytes() for value in values for row in value.astype(ms.float32).asnumpy()]
+def _rows(value: ms.Tensor) -> list[bytes]:
+    """The samples, as bytes."""
+    return [row.tobytes() for row in np.atleast_1d(value.astype(ms.float32).asnumpy())]

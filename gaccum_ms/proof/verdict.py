@@ -1,11 +1,11 @@
 """The proof: the loss of a few samples, or of micro-batches, is compared with that of all of them together.
 
-    a few samples, in two parts
-        equal?                  the loss is what the options say
-        else, or an error:      samples may belong together, as pairs do
-    micro-batches that training makes
-        equal?                  nothing is known to be wrong, unless a remedy fits the samples and them
-        else                    the loss is another; a remedy that fits both is named
+a few samples, in two parts
+    equal?                  the loss is what the options say
+    else, or an error:      samples may belong together, as pairs do
+micro-batches that training makes
+    equal?                  nothing is known to be wrong, unless a remedy fits the samples and them
+    else                    the loss is another; a remedy that fits both is named
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Batch:
     samples: int
     micro_batches: Callable[[], Sequence[Inputs]]
     whole: Inputs | None = None
+    decides_among_micro_batches: bool = False  # whether these are compared, whatever the samples show
 
 
 def judge(batch: Batch, evaluation: Evaluation) -> Verdict:
@@ -60,7 +61,7 @@ def judge(batch: Batch, evaluation: Evaluation) -> Verdict:
     if comparison is not None:
         if comparison.is_random:
             return Verdict(UNDECIDED, RANDOM)
-        if not comparison.off.any():
+        if not comparison.off.any() and not batch.decides_among_micro_batches:
             return _equal(comparison)
     parts = list(batch.micro_batches())
     if len(parts) < 2:
@@ -105,7 +106,7 @@ def _of_samples(batch: Batch, evaluation: Evaluation) -> tuple[Comparison | None
             return None, f"{type(error).__name__} with few samples"
         if comparison.is_random:
             return comparison, ""
-        if comparison.is_finite and (np.isfinite(comparison.losses).all() or number > 1):
+        if comparison.is_finite and (np.isfinite(comparison.losses).all() or number > 2):
             return comparison, ""
     return None, "its losses are not finite"
 
@@ -153,7 +154,12 @@ def _of_inputs(batch: Batch, group: Comparison, evaluation: Evaluation) -> str |
     if batch.whole is not None or batch.options.returns_ratio or batch.options.losses > 1:
         return None
     broadcast = broadcast_input(
-        batch.options, batch.function, group.both, group.parts, lambda part: evaluation.of(part)[0].losses[0], 1e-4
+        batch.options,
+        batch.function,
+        group.both,
+        group.parts,
+        lambda part: float(evaluation.of(part)[0].losses[0]),
+        1e-4,
     )
     return broadcast or _on_other_axes(batch, evaluation) or _shared(batch, group, evaluation)
 

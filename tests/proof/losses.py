@@ -4,7 +4,8 @@ are right. Each has a network, options and a batch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -33,12 +34,13 @@ MAPS = RANDOM.integers(0, CLASSES, (N, 6, 6)).astype(np.int32)
 CLASS_WEIGHTS = np.array([1.0, 5.0, 20.0, 2.0], np.float32)
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """`remedy` : words that the warning must have; None: the loss is right."""
 
     network: Callable[[], Any]
     inputs: tuple[np.ndarray, ...]
-    options: dict[str, Any] = {}
+    options: dict[str, Any]
     remedy: str | None = None
 
 
