@@ -6,11 +6,13 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
+from mindspore.communication import comm_func
 from mindspore.nn.utils import no_init_parameters
 
 from gaccum_ms import GradAccumulationCell
 from gaccum_ms.backend import without_effect
+from gaccum_ms.backend.noise_of_rows import ReachesOtherRanks, noise_of_rows
 from gaccum_ms.proof import first_batch
 from gaccum_ms.proof.first_batch import FirstBatch
 from gaccum_ms.proof.samples import few
@@ -129,6 +131,13 @@ def test_what_cannot_be_seen_is_looked_at_again(pynative):
         proof.again()
         calls.append(proof.verdict is not before)
     assert [number + 2 for number, looked in enumerate(calls) if looked] == [2, 4, 8]
+
+
+@pytest.mark.parametrize("call", [comm_func.all_reduce, mint.distributed.all_reduce, lambda x: ops.AllReduce()(x)])
+def test_a_collective_is_refused_before_it_runs(call, pynative):
+    """Whoever calls it: each function is one that MindSpore's module looks up, or an operator's call."""
+    with noise_of_rows(refuses_collectives=True), pytest.raises(ReachesOtherRanks):
+        call(Tensor(1.0))
 
 
 def test_the_tables_hold_at_least_36_losses_each():
