@@ -40,6 +40,9 @@ class Rule:
         """Those of a part."""
         outputs, options = self.call(*part), self.options
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        wanted = 2 if options.returns_ratio else options.losses
+        if len(outputs) < wanted or (len(outputs) > wanted and not options.aux):
+            raise ValueError(f"{len(outputs)} outputs")  # training says it in its own words
         self.is_bfloat16 |= getattr(outputs[0], "dtype", None) == ms.bfloat16
         if options.returns_ratio:
             return Numbers(np.array([number(outputs[0])]), np.array([number(outputs[1])]))
@@ -50,6 +53,8 @@ class Rule:
         """The loss of a batch that is not cut."""
         if self.options.returns_ratio or self._divides_sums:
             return whole.losses / self._divisor(whole.items)
+        if self.options.min_count is not None:  # of a mean
+            return mean(whole.losses[None], whole.items[None], self._divisor(whole.items))
         return whole.losses
 
     def of_parts(self, parts: Sequence[Numbers]) -> np.ndarray:
