@@ -134,6 +134,12 @@ class GradAccumulationCell(nn.Cell):
             are weighted by their samples or counts. Without `count` , the length of axis 0 of a micro-batch's first
             input is its number of samples; a bad `count` leaves the whole window out. Default: ``None`` ,
             ``EvenSplit()`` .
+        check (str, optional): Measure the loss at the first batch, on a few samples and forward only, before anything
+            is trained; ``None`` leaves it out. A loss that is not what `reduction` , `count` and `split` say of it,
+            such as a sum or a root of a mean, is told by one warning, with the numbers and the remedy that makes it
+            equal. It changes nothing that is trained, and reaches no other rank. ``print(step.run_record)`` says
+            what was shown, or why it was left out. The environment variable ``GACCUM_MS_CHECK=none`` leaves it out
+            for a whole run. Default: ``"first_batch"`` .
 
     Inputs:
         - **\*inputs** (Tensor) - The network's inputs, each of shape :math:`(N, ...)`, except those that `split`
@@ -193,6 +199,7 @@ class GradAccumulationCell(nn.Cell):
         aux: bool = False,
         jit: bool | None = None,
         split: EvenSplit | Callable | None = None,
+        check: str | None = "first_batch",
     ) -> None:
         arguments = locals()
         super().__init__(auto_prefix=False)

@@ -1101,6 +1101,35 @@ FAULTS = [
         "if cells:",
         "training/test_advice.py -k evaluation_mode",
     ),
+    # -- the proof at the first batch
+    Fault(
+        "a remedy that fits the few samples is named, whatever the micro-batches show",
+        "proof/verdict.py",
+        "if remedy.fits(comparison) and remedy.holds(group):",
+        "if remedy.fits(comparison):",
+        "proof/test_first_batch.py -k must_fit",
+    ),
+    Fault(
+        "noise of a row depends on the rows beside it",
+        "backend/noise_of_rows.py",
+        "return np.stack([draw(np.random.default_rng((number, row)), others) for row in rows], axis)",
+        "return draw(np.random.default_rng(number), tuple(shape))",
+        "proof/test_first_batch.py -k Variational",
+    ),
+    Fault(
+        "the proof leaves what construct wrote",
+        "backend/without_effect.py",
+        "        before.restore_values()\n        outside.restore(generators=True)\n",
+        "",
+        "training/test_check.py -k same_bits",
+    ),
+    Fault(
+        "a collective of the loss is run by the proof",
+        "proof/first_batch.py",
+        "noise_of_rows(group_size_or_1() > 1)",
+        "noise_of_rows(False)",
+        "ranks/test_check_ranks.py",
+    ),
     Fault(
         "outputs stay in the order of the micro-batches",
         "splitting/token_plan.py",

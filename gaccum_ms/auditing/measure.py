@@ -17,7 +17,6 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation import accumulators
-from gaccum_ms.auditing.broadcasting import broadcast_input
 from gaccum_ms.auditing.evidence import Evidence, Update
 from gaccum_ms.auditing.remedies import find_remedy
 from gaccum_ms.backend.eager_means import mean_of_elements
@@ -29,10 +28,11 @@ from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.losses import counts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.proof.broadcasting import broadcast_input
+from gaccum_ms.proof.tolerance import computes_in_16_bits
 from gaccum_ms.splitting.even_split import UNCUT, cut_axes
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
-_NARROW = (ms.float16, ms.bfloat16)
 _SEED = 1
 
 
@@ -108,7 +108,9 @@ def measured(
     def loss_on(part: Sequence[ms.Tensor]) -> float:
         return float(loss_of(part)[0])
 
-    broadcast = None if error is not None else broadcast_input(inner, batch, parts, loss_on, tolerance)
+    broadcast = (
+        None if error is not None else broadcast_input(inner.options, inner.network, batch, parts, loss_on, tolerance)
+    )
     if broadcast is not None:
         return dataclasses.replace(evidence, broadcast=broadcast)
     remedy = find_remedy(evidence, inner, batch, parts, loss_on, train)
@@ -247,6 +249,4 @@ def _switch_dropout_off(network: nn.Cell) -> tuple[str, ...]:
 
 def rounding(cell: GradAccumulationCell, weights: Sequence[ms.Parameter]) -> float:
     dtypes = [cell.accumulators.dtype, *(weight.dtype for weight in weights)]
-    flags = [layer.get_flags() for _, layer in cell.cells_and_names()]
-    narrow = any(dtype in _NARROW for dtype in dtypes) or any(flag.get("fp16") or flag.get("bf16") for flag in flags)
-    return 2e-2 if narrow else 1e-4
+    return 2e-2 if computes_in_16_bits([cell], dtypes) else 1e-4

@@ -17,20 +17,14 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.auditing.evidence import Evidence, Update
-from gaccum_ms.backend.held_cells import held_cells, held_values
 from gaccum_ms.backend.snapshot import as_numpy
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
-from gaccum_ms.losses.counts import CountMask, CountSamples
-from gaccum_ms.losses.counts_of_labels import CountClassWeights, CountNotIgnored
-from gaccum_ms.losses.known_losses import integer_inputs, losses_of_labels
+from gaccum_ms.losses.counts import CountSamples
+from gaccum_ms.proof.remedies import RATIO, known_counts
 from gaccum_ms.splitting.even_split import EvenSplit
 
 _MOST_TRIED = 16  # updates, each of which may compile a graph
-_RATIO = (
-    'reduction="ratio", min_count=1 in place of a count, where the network returns the sum and {count}: a micro-batch '
-    "that counts nothing has a loss, and belongs in"
-)
 
 
 class Trial(NamedTuple):
@@ -83,7 +77,7 @@ def _counts(
         losses = np.array([loss_of(part) for part in parts])
     except Exception:  # the network cannot run on them
         return
-    for name, count in _known_counts(cell, batch):
+    for name, count in known_counts(cell.own_count, cell.network, batch):
         try:
             items = np.array([float(as_numpy(ops.cast(ms.Tensor(count(*part)), ms.float32))) for part in parts])
         except Exception:  # it does not fit the inputs
@@ -97,43 +91,7 @@ def _counts(
         elif not some.all() and np.isfinite(losses).all():
             ratio = (losses * np.maximum(items, 1)).sum() / max(items.sum(), 1)
             if evidence.agrees_on_loss(float(ratio)):
-                yield _RATIO.format(count="what 'count' counts" if count is cell.own_count else name)
-
-
-def _known_counts(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[tuple[str, Any]]:
-    """Counts, each with the words that give it to the cell."""
-    if cell.own_count is not None:
-        yield "count=None", CountSamples()
-        yield "count", cell.own_count
-    last = len(batch) - 1
-    known = losses_of_labels(cell.network).values()
-    ignored = list(dict.fromkeys([loss.ignore_index for loss in known] + [-100]))
-    labels = [
-        (index, position, shift, _words(ignore_index=(index, -100), position=(position, last), shift=(shift, 0)))
-        for position, index, shift in itertools.product(reversed(integer_inputs(batch)), ignored, (0, 1))
-    ]
-    for index, position, shift, words in labels:
-        yield f"count=CountNotIgnored({words})", CountNotIgnored(index, position, shift)
-    for where, weight in _class_weights(cell.network):
-        for index, position, shift, words in labels:
-            more = f", {words}" if words else ""
-            yield f"count=CountClassWeights({where}{more})", CountClassWeights(weight, index, position, shift)
-    for position in reversed(range(len(batch))):
-        yield f"count=CountMask({_words(position=(position, last))})", CountMask(position)
-
-
-def _class_weights(network: nn.Cell) -> Iterator[tuple[str, ms.Tensor]]:
-    """Vectors that the network holds, as losses hold the weights of classes."""
-    for name, cell in held_cells(network):
-        for attribute, value in held_values(cell):
-            is_weight = isinstance(value, ms.Tensor) and not isinstance(value, ms.Parameter)
-            if is_weight and value.ndim == 1 and value.dtype in (ms.float32, ms.float16):
-                yield f"{name}.{attribute}" if name else attribute, value
-
-
-def _words(**arguments: tuple[int, int]) -> str:
-    """The arguments that are not as by default."""
-    return ", ".join(f"{name}={value}" for name, (value, default) in arguments.items() if value != default)
+                yield RATIO.format(count="what 'count' counts" if count is cell.own_count else name)
 
 
 # -- how to cut --------------------------------------------------------------------------------------------------------

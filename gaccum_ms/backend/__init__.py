@@ -48,6 +48,7 @@ pynative_executor = _private("mindspore.graph.api:_pynative_executor", "mindspor
 # At the same place in all versions.
 no_grad = _private("mindspore.common:_no_grad")
 fork_utils = _private("mindspore._c_expression:fork_utils")
+kernel_seeds = _private("mindspore.common.seed:_KERNEL_SEED")  # from which operators that draw get their seeds
 check_level = _private("mindspore.train.amp:_check_level")
 check_kwargs = _private("mindspore.train.amp:_check_kwargs")
 config_level = _private("mindspore.train.amp:_config_level")

@@ -14,7 +14,7 @@ import inspect
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from mindspore import nn
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.backend.pynative_tape import close_tape
-from gaccum_ms.backend.snapshot import OF_EVERY_CELL, as_numpy
+from gaccum_ms.backend.snapshot import OF_EVERY_CELL, as_numpy, has_value
 
 _OURS = {"mindspore", "gaccum_ms"}
 _NOT_THE_USERS = {*_OURS, "numpy", *sys.stdlib_module_names} - {"__main__"}
@@ -68,12 +68,26 @@ def written_state(roots: Sequence[Root], weights: Iterable[ms.Parameter]) -> lis
     return written
 
 
+class StateOutside:
+    """What a Cell or function may write besides what a `Snapshot` of its Cells has; `known` : the ids of its
+    Tensors."""
+
+    def __init__(self, root: Any, known: Container[int]) -> None:
+        reached = _Reached(root, ())
+        self.takes_next = bool(reached.takes_next and reached.iterators)
+        self._put_back = reached.keep(known)[1]
+
+    def restore(self, generators: bool = False) -> None:
+        """Put it back; `generators` : those of random numbers too."""
+        self._put_back(generators)
+
+
 class _Reached:
     """What a Cell or function reaches: the places of its state, the Parameters, and whether its code may write."""
 
     def __init__(self, root: Any, weights: Iterable[ms.Parameter]) -> None:
-        self.may_write = self._takes_next = False
-        self._iterators: list[str] = []
+        self.may_write = self.takes_next = False
+        self.iterators: list[str] = []
         self._places: list[_Place] = []
         self._tensors: dict[int, ms.Tensor] = {id(weight): weight for weight in weights}
         self._seen: dict[int, Any] = {}  # holds the objects, so that no other gets the id
@@ -86,30 +100,41 @@ class _Reached:
     def changed_by(self, run: Callable[[float], Any]) -> list[str]:
         """The names of the values that two runs change, which are put back; of iterators, which cannot be, without a
         run."""
-        if self._takes_next and self._iterators:
-            return self._iterators
-        before = [place.read() for place in self._places]
-        tensors = [(tensor, as_numpy(tensor)) for tensor in self._tensors.values()]
+        if self.takes_next and self.iterators:
+            return self.iterators
         generator = ms.get_rng_state()
+        before, put_back = self.keep()
         try:
             with _eagerly(), suppress(Exception):  # what cannot run eagerly is judged by what it wrote until then
                 for size in (1.0, 2.0):
                     run(size)
             changed = [
                 place.name(key if key in old or not place.is_container else None)
-                for place, old in zip(self._places, before, strict=True)
+                for place, old in before
                 if place.is_lost
                 for key in _differences(old, place.read())
             ]
         finally:
             close_tape()
-            for place, old in zip(self._places, before, strict=True):
-                if list(_differences(old, place.read())):
-                    place.write(old)
-            for tensor, value in tensors:
-                overwrite(tensor, ms.Tensor(value, tensor.dtype))
+            put_back(True)
             ms.set_rng_state(generator)
         return list(dict.fromkeys(changed))
+
+    def keep(self, known: Container[int] = ()) -> tuple[list[tuple[_Place, dict[Any, Any]]], Callable[[bool], None]]:
+        """The places with their present values, and a function that puts these back, with the generators of random
+        numbers if it is asked to. `known` : the ids of Tensors that are left out."""
+        before = [(place, place.read()) for place in self._places]
+        tensors = [(tensor, as_numpy(tensor)) for key, tensor in self._tensors.items() if key not in known]
+
+        def put_back(generators: bool) -> None:
+            for place, old in before:
+                if (place.is_lost or generators) and list(_differences(old, place.read())):
+                    place.write(old)
+            for tensor, value in tensors:
+                if not has_value(tensor, value):
+                    overwrite(tensor, ms.Tensor(value, tensor.dtype))
+
+        return before, put_back
 
     # -- what is reached -----------------------------------------------------------------------------------------------
 
@@ -128,7 +153,7 @@ class _Reached:
         elif isinstance(value, type) and _is_the_users(value):
             self._visit_class(value)
         elif isinstance(value, Iterator):
-            self._iterators.append(name)
+            self.iterators.append(name)
         elif not self._visit_container(name, value) and _is_the_users(type(value)):
             self._visit_object(name, value)
 
@@ -180,7 +205,7 @@ class _Reached:
                 entries |= {f"{name}.{key}": value for key, value in inner.items()}
         others = [value for value in (*entries.values(), *names.nonlocals.values()) if _is_of_others(value)]
         self.may_write |= bool(others) or _may_write(function.__code__)
-        self._takes_next |= "next" in function.__code__.co_names
+        self.takes_next |= "next" in function.__code__.co_names
         if others:
             self._visit_generators()
         parameters = inspect.signature(function).parameters

@@ -7,7 +7,7 @@ general way to copy them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import mindspore as ms
@@ -37,14 +37,16 @@ class Snapshot:
         self._undo = [self._keep_attributes(cell) for cell in cells.values()]
         self.generator = ms.get_rng_state()
 
-    def restore_values(self) -> None:
-        """Restore Parameters and all other state, without flags and generator."""
+    def restore_values(self, only: Container[int] | None = None) -> None:
+        """Restore Parameters and all other state, without flags and generator. `only` : the ids of Parameters; others
+        are left."""
         for undo in self._undo:
             undo()
-        for parameter, value in self.parameters.values():
-            overwrite(parameter, ms.Tensor(value, parameter.dtype))  # compiled graphs need not see set_data
+        for key, (parameter, value) in self.parameters.items():
+            if (only is None or key in only) and not has_value(parameter, value):
+                overwrite(parameter, ms.Tensor(value, parameter.dtype))  # compiled graphs need not see set_data
         for tensor, value in self.tensors.values():
-            if not _same(tensor, value):  # most are constants, also in graphs
+            if not has_value(tensor, value):  # most are constants, also in graphs
                 overwrite(tensor, ms.Tensor(value, tensor.dtype))
 
     def restore(self) -> None:
@@ -57,7 +59,7 @@ class Snapshot:
     def unchanged(self) -> list[ms.Tensor]:
         """The Parameters and other Tensors whose values have not changed."""
         saved = [*self.parameters.values(), *self.tensors.values()]
-        return [tensor for tensor, value in saved if _same(tensor, value)]
+        return [tensor for tensor, value in saved if has_value(tensor, value)]
 
     def _keep_values(self, tensor: ms.Tensor, saved: dict[int, tuple[ms.Tensor, np.ndarray]]) -> None:
         if id(tensor) not in self._left_out and id(tensor) not in saved:
@@ -105,7 +107,7 @@ class Snapshot:
         return lambda: None
 
 
-def _same(tensor: ms.Tensor, value: np.ndarray) -> bool:
+def has_value(tensor: ms.Tensor, value: np.ndarray) -> bool:
     return np.array_equal(as_numpy(tensor), value, equal_nan=value.dtype.kind in "fc")
 
 

@@ -38,6 +38,14 @@ def batch_norms(network: nn.Cell) -> dict[str, nn.Cell]:
     }
 
 
+def layers_with_statistics(network: nn.Cell) -> list[nn.Cell]:
+    """The Cells whose mode decides whether they normalise by a micro-batch, WindowBatchNorm too."""
+    layers = [cell for _, cell in network.cells_and_names() if isinstance(cell, _BATCH_NORMS)]
+    own = [cell for _, cell in network.cells_and_names() if _modes_of_own(cell)[0]]
+    pools = [cell for _, cell in network.cells_and_names() if hasattr(cell, "window_statistics")]
+    return [*layers, *map(layer_of_parameters, layers), *own, *pools]
+
+
 def batch_norm_names(network: nn.Cell, as_now: bool = False) -> list[str]:
     """The names of these layers, and of Cells of one's own that use MindSpore's operator. `as_now` : without layers
     that are in evaluation mode now."""

@@ -76,15 +76,16 @@ class KnownLosses:
             }
             self._of_labels = [*losses_of_labels(function).items(), *functions_of_labels(function)]
 
-    def advice(self, batch: Sequence[Any] | None = None) -> list[str]:
-        """What to say about those that are weighed in a wrong way, as far as this batch and those before it show."""
-        owner, of_batch = self._owner, self._of_batch
+    def advice(self, batch: Sequence[Any] | None = None, is_proved: bool = False) -> list[str]:
+        """What to say about those that are weighed in a wrong way, as far as this batch and those before it show.
+        `is_proved` : the loss was measured, and only labels of later batches can be ignored otherwise."""
+        owner, of_batch = self._owner, {} if is_proved else self._of_batch
         # MultiClassDiceLoss has a DiceLoss.
         outer = [name for name in of_batch if name.rpartition(".")[0] not in of_batch]
         told = [_of_batch(owner, name, of_batch[name]) for name in outer]
         for name, loss in self._of_labels:
             if loss.weight is not None:
-                if (self._by_samples or self._by_labels) and (batch is None or integer_inputs(batch)):
+                if not is_proved and (self._by_samples or self._by_labels) and (batch is None or integer_inputs(batch)):
                     told.append(_of_class_weights(owner, name, loss))
             elif self._by_samples and batch is not None:
                 position = _ignored(loss, batch, self._ignored)

@@ -69,6 +69,7 @@ class Options:
     aux: bool = option(check_bool, default=False)
     jit: bool | None = option(optional(check_bool))
     split: Any = option(check_split, annotation="EvenSplit | Callable | None")
+    check: str | None = option(optional(one_of("first_batch")), default="first_batch")
 
     def __post_init__(self) -> None:
         """Short forms become what they stand for, and NumPy's numbers Python's, which a graph can hold."""

@@ -59,6 +59,7 @@ class RunRecord(nn.Cell):
         self.rank, self.ranks = rank_and_ranks()
         self.own_steps = accumulation_steps
         self.resumes_windows = resumes_windows
+        self.loss_check: Any = None  # what was proved of the loss, as text
         self.begun = False  # whether the step has run
         self.loaded = False  # whether a checkpoint may have been loaded since its last run
         self.training_ended = False  # whether an `ms.Model.train` has ended since the last batch
@@ -74,7 +75,8 @@ class RunRecord(nn.Cell):
         self.random_state = of_this_rank(own("random_state"), ms.get_rng_state())
 
     def extend_repr(self) -> str:
-        return f"reduction={self.reduction!r}, weighs by {' or '.join(self.rules)}"
+        checked = "" if self.loss_check is None else f", the loss against the options: {self.loss_check}"
+        return f"reduction={self.reduction!r}, weighs by {' or '.join(self.rules)}{checked}"
 
     def note_data_set(self, epoch: EpochOfRank) -> None:
         """Note the data set that is trained on."""

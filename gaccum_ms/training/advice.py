@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 from mindspore import nn
 
+from gaccum_ms.backend.code_of_cells import named_cells
 from gaccum_ms.backend.graphs import runs_eagerly
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.cell import check_inputs
@@ -25,9 +26,13 @@ from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.layers.summaries import advice_about_summaries
 from gaccum_ms.losses.batch_loss import advice_about_two_passes
 from gaccum_ms.losses.known_losses import KnownLosses
+from gaccum_ms.proof.first_batch import FirstBatch
+from gaccum_ms.splitting.even_split import UNCUT, cut_axes
 
 if TYPE_CHECKING:
+    from gaccum_ms.options.options import Options
     from gaccum_ms.options.rules import Setup
+    from gaccum_ms.training.runner import Batch
 
 
 def warning_of_ranks(owner: str) -> Callable[[], None]:
@@ -66,25 +71,65 @@ class AdviceOfLoop:
 
 
 class LossAdvice:
-    """The advice about the losses of a network, or of a function of a loop, which looks at the batches of the first
-    window. `owner` : the class in it; `counts` : what is counted; `batches` : those of a window."""
+    """The advice about the losses of a network, or of a function of a loop: what the proof of its first batch measures;
+    else what is known of MindSpore's losses, which is looked at with the batches of the first window. `owner` : the
+    class in it; `counts` : what is counted; `batches` : those of a window."""
 
-    def __init__(self, owner: str, function: Callable[..., Any], counts: Sequence[Any], batches: int) -> None:
+    def __init__(
+        self, owner: str, function: Callable[..., Any], counts: Sequence[Any], batches: int, proof: FirstBatch
+    ) -> None:
         self._make = functools.partial(KnownLosses, owner, function, counts)
         self._losses: KnownLosses | None = None
         self._batches = batches
         self._told: set[str] = set()
+        self._waiting: list[str] = []  # for what the proof says of the next batch
+        self.proof = proof
 
-    def look(self, batch: Sequence[Any] | None) -> None:
-        """Warn of what was not warned of before. `batch` : None if no input is known."""
-        if self._batches < 1 or (batch is None and self._losses is not None):
-            return
+    def look(
+        self,
+        batch: Sequence[Any] | None,
+        axes: Sequence[int] | None = None,
+        micro_batches: Callable[[], Sequence[Sequence[Any]]] | None = None,
+        given: Sequence[Any] | None = None,
+    ) -> None:
+        """Warn of what was not warned of before. `batch` : the inputs of the network, None if they are not known;
+        `given` : those of the step, with samples along `axes` ."""
+        text = None if micro_batches is None else self.proof.look(given or batch or (), axes, micro_batches)
+        if text is not None:
+            warn_user(text)
+        self._waiting += self._of_known_losses(batch)
+        if self.proof.told:
+            self._waiting = []
+        if not self.proof.waits:
+            for advice in self._waiting:
+                warn_user(advice)
+            self._waiting = []
+
+    def look_in_loop(self, batch: Sequence[Any]) -> None:
+        """The same for a batch of a loop, which is a micro-batch of its window."""
+        samples = batch[0].shape[0]
+        has_samples = [isinstance(value, ms.Tensor) and value.ndim > 0 and len(value) == samples for value in batch]
+        axes = [0 if of_samples else UNCUT for of_samples in has_samples]
+        self.look(batch, axes, lambda: [batch])
+
+    def _of_known_losses(self, batch: Sequence[Any] | None) -> list[str]:
+        if self.proof.told or self._batches < 1 or (batch is None and self._losses is not None):
+            return []
         self._losses = self._losses or self._make()  # late: see above
         self._batches -= batch is not None
-        for text in self._losses.advice(batch):
-            if text not in self._told:
-                self._told.add(text)
-                warn_user(text)
+        texts = self._losses.advice(batch, is_proved=self.proof.is_decided)
+        new = [text for text in texts if text not in self._told]
+        self._told.update(new)
+        return new
+
+
+def proof_of_loop(owner: str, function: Callable[..., Any], options: Options, batches: int) -> FirstBatch:
+    """The proof of a function of a loop, whose windows have so many batches."""
+    networks = {id(network): network for network in (*named_cells(function).values(), *networks_of(function))}
+    proof = FirstBatch(owner, function, list(networks.values()), options)
+    if batches < 2:
+        proof.skip("nothing is accumulated")
+    return proof
 
 
 class Advice:
@@ -97,7 +142,10 @@ class Advice:
         self._looked = self._looked_at_one_value = self._is_silent = False
         options = setup.options
         batches = options.accumulation_steps if options.loss_is_mean else 0
-        self._losses = LossAdvice("GradAccumulationCell", setup.network, options.counts, batches)
+        self.proof = FirstBatch("GradAccumulationCell", setup.network, [setup.network], options)
+        if setup.of_batch or setup.compiler_distributes:
+            self.proof.skip("the loss is one of the whole batch" if setup.of_batch else "the compiler distributes")
+        self._losses = LossAdvice("GradAccumulationCell", setup.network, options.counts, batches, self.proof)
 
     def silence(self) -> None:
         """Say nothing: the step is a trial of another one, which says it."""
@@ -109,8 +157,9 @@ class Advice:
             check_inputs(self._setup.network, inputs)
             self._inputs = inputs
 
-    def look(self, spans_batches: bool, sizes: Sequence[int] = (), batch: Sequence[Any] | None = None) -> None:
-        """Warn of what was not warned of before. `sizes` : of this batch's micro-batches."""
+    def look(self, spans_batches: bool, sizes: Sequence[int] = (), batch: Batch | None = None) -> None:
+        """Warn of what was not warned of before. `sizes` : of a batch's micro-batches; `batch` : where Python has
+        it."""
         accumulates = spans_batches or self._cuts
         if not self._looked:
             self._looked = True
@@ -118,12 +167,22 @@ class Advice:
                 if text is not None:
                     warn_user(text)
         if accumulates and not self._is_silent:
-            self._losses.look(batch)
+            self._look_at_losses(batch)
         if accumulates and 1 in sizes and not self._looked_at_one_value:
             text = advice_about_one_value(self._setup.network, sizes)
             self._looked_at_one_value = text is not None
             if text is not None:
                 warn_user(text)
+
+    def _look_at_losses(self, batch: Batch | None) -> None:
+        options = self._setup.options
+        if batch is None:
+            self.proof.skip("another graph calls the step, as with data sinking")
+            self._losses.look(None)
+            return
+        is_known = batch.network_inputs is not None or options.trims
+        axes = cut_axes(len(batch.inputs), options.shared, options.axis) if is_known else None
+        self._losses.look(batch.network_inputs, axes, batch.micro_batches, batch.inputs)
 
     def look_at_compile_time(self, spans_batches: bool, shape: Sequence[int | None] | None, inputs: int) -> None:
         """The same, where another graph or data sinking compiles the step, with a check of the number of `inputs` .

@@ -31,7 +31,7 @@ from gaccum_ms.options.checked import accumulator_options
 from gaccum_ms.record.run_record import RULES, RunRecord
 from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.admission import Scaling, admit_weights, can_compile, refuse_graphs
-from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, warning_of_ranks
+from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, proof_of_loop, warning_of_ranks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
@@ -83,6 +83,8 @@ class GradAccumulator(nn.Cell):
         scheduler (Union[LRScheduler, Sequence[LRScheduler]], optional): Schedulers of
             `mindspore.experimental.optim.lr_scheduler` for the optimizer, stepped once per update, in this order.
             Checkpoints hold their state, and :func:`resume` restores it. Default: ``None`` .
+        check (str, optional): Measure the loss of a function of :meth:`value_and_grad` at the first batch, as in
+            :class:`GradAccumulationCell` , where batches get no count. Default: ``"first_batch"`` .
 
     Inputs:
         - **gradients** (tuple[Tensor]) - The gradients of the batch's loss: one for each of the optimizer's parameters,
@@ -180,6 +182,7 @@ class GradAccumulator(nn.Cell):
         reduction: str | None = None,
         min_count: float | None = None,
         scheduler: Any = None,
+        check: str | None = "first_batch",
     ) -> None:
         super().__init__(auto_prefix=False)
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
@@ -191,6 +194,7 @@ class GradAccumulator(nn.Cell):
             jit=jit,
             reduction=reduction,
             min_count=min_count,
+            check=check,
         )
         graphs.check_compilable(_NAME, False, "transforms", options.transforms)
         weights = admit_weights(_NAME, optimizer)
@@ -271,8 +275,10 @@ class GradAccumulator(nn.Cell):
         self._advice.note(function)
         self._reduction.take(function, has_aux)
         self._take_reduction()
-        batches = int(self.window.accumulation_steps.asnumpy()) if self.loss_is_mean else 0
-        advice = LossAdvice(_NAME, function, (None,), batches)
+        batches = int(self.window.accumulation_steps.asnumpy())
+        proof = proof_of_loop(_NAME, function, self._reduction.options_of(has_aux), batches)
+        self.run_record.loss_check = proof
+        advice = LossAdvice(_NAME, function, (None,), batches if self.loss_is_mean else 0, proof)
         return value_and_grad(function, self.weights, has_aux, self._calls, advice)
 
     def _take_reduction(self) -> None:

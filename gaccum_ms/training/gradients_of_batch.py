@@ -56,7 +56,7 @@ class CallsOfFunctions:
     def look(self) -> None:
         """Warn of losses that must be counted, and are not."""
         for advice, batch in self._batches.items():
-            advice.look(batch)
+            advice.look_in_loop(batch)
 
 
 def value_and_grad(

@@ -20,6 +20,10 @@ class LoopReduction:
         self._options = options
         self.value = options.reduction  # None: not yet known
 
+    def options_of(self, has_aux: bool) -> Options:
+        """The options of a function of the loop."""
+        return dataclasses.replace(self._options, reduction=self.value or "mean", aux=has_aux)
+
     def settle(self) -> None:
         """With the first gradients it is settled: a mean, if no loss has said another."""
         self.value = self.value or "mean"

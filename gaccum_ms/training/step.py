@@ -229,6 +229,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         # The last child, so that its Parameters are the last in a checkpoint: a file that was cut lacks one of them.
         steps, resumes_windows = options.accumulation_steps, not self._unrolled
         self.run_record = RunRecord(_NAME, (rule_of(options),), steps, options.reduction, resumes_windows)
+        self.run_record.loss_check = self.advice.proof
 
     def _make_window(self) -> Any:  # a Window, or an UnrolledWindow
         if self._unrolled:
@@ -407,7 +408,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self._lifecycle.begin_batch()
         self.run_record.training_ended = False
         batch = self._runner.prepare(inputs)
-        self.advice.look(self.spans_batches, batch.sizes, batch.network_inputs)
+        self.advice.look(self.spans_batches, batch.sizes, batch)
         try:
             with self._on_ranks_that_agree():
                 outputs = self._runner.run(batch)

@@ -296,6 +296,7 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "aux": [{"aux": True}],
     "jit": [{"jit": True}],
     "split": [{"split": EvenSplit(shared=(1,))}, {"split": in_two}],
+    "check": [{"check": None}],
 }
 PAIRS = [
     {**one, **other}
@@ -308,14 +309,14 @@ PAIRS = [
 class Network(nn.Cell):
     """Returns what the options ask for."""
 
-    def __init__(self, ratio, losses, aux):
+    def __init__(self, reduction, losses, aux):
         super().__init__()
         self.dense = nn.Dense(3, 1, "ones", "zeros")
-        self.ratio, self.losses, self.aux = ratio, losses, aux
+        self.ratio, self.sums, self.losses, self.aux = reduction == "ratio", reduction is not None, losses, aux
 
     def construct(self, x, y):
         errors = ops.square(self.dense(x) - y)
-        loss = errors.sum() if self.ratio else errors.mean()
+        loss = errors.sum() if self.sums else errors.mean()
         outputs: tuple = (loss,)
         if self.ratio:
             outputs = (*outputs, errors.shape[0])
@@ -327,7 +328,7 @@ class Network(nn.Cell):
 
 
 def network_of(options, make=Network):
-    return make(options.get("reduction") == "ratio", len(options.get("loss_weights", (1,))), "aux" in options)
+    return make(options.get("reduction"), len(options.get("loss_weights", (1,))), "aux" in options)
 
 
 one_network = functools.cache(Network)  # to make a network takes longer than to look at it

@@ -45,6 +45,11 @@ def make_step(network, **options):
     return reference.make_step(network, **(options or {"micro_size": 4}))
 
 
+def unmeasured(network, **options):
+    """A step whose losses are known by a look at the network alone."""
+    return make_step(network, **{"micro_size": 4, **options}, check=None)
+
+
 def told(step, *batch) -> list[str]:
     """The texts of all warnings in two calls, which have the lines of this file."""
     with warnings.catch_warnings(record=True) as caught:
@@ -97,7 +102,7 @@ OF_BATCH = {
 @pytest.mark.parametrize("kind", CLASS_WEIGHTS)
 def test_class_weights_are_told_and_their_count_is_exact(kind, pynative):
     for labels in (LABELS, IGNORED):
-        texts = told(make_step(nn.WithLossCell(*CLASS_WEIGHTS[kind]())), X, labels)
+        texts = told(unmeasured(nn.WithLossCell(*CLASS_WEIGHTS[kind]())), X, labels)
         assert len(texts) == 1
         assert "the loss '_loss_fn' has class weights" in texts[0]
         assert "count=gaccum_ms.CountClassWeights(weight)" in texts[0]
@@ -115,7 +120,7 @@ def test_class_weights_are_told_and_their_count_is_exact(kind, pynative):
 @pytest.mark.core(kind="rmse")
 @pytest.mark.parametrize("kind", OF_BATCH)
 def test_losses_of_the_whole_batch_are_told_and_exact_as_such(kind, pynative):
-    texts = told(make_step(nn.WithLossCell(*OF_BATCH[kind]())), X, ONE_HOT)
+    texts = told(unmeasured(nn.WithLossCell(*OF_BATCH[kind]())), X, ONE_HOT)
     assert len(texts) == 1
     assert "over the whole batch" in texts[0] and "gaccum_ms.WithBatchLossCell(backbone, loss)" in texts[0]
     wanted = update_of(whole, nn.WithLossCell(*OF_BATCH[kind]()), X, ONE_HOT)
@@ -152,7 +157,7 @@ def without_ignored(x, y):
     ],
 )
 def test_the_remedy_fits_the_loss(loss, labels, options, said, pynative):
-    texts = told(make_step(nn.WithLossCell(dense(), loss), **{"micro_size": 4, **options}), X, labels)
+    texts = told(unmeasured(nn.WithLossCell(dense(), loss), **{"micro_size": 4, **options}), X, labels)
     assert len(texts) == (said is not None), texts
     assert all(said in text for text in texts)
 
@@ -213,7 +218,7 @@ class Two(Functional):
     ],
 )
 def test_losses_that_are_called_as_functions_are_told_too(network, labels, said, pynative):
-    texts = told(make_step(network(), micro_size=4), X, labels)
+    texts = told(unmeasured(network(), micro_size=4), X, labels)
     assert len(texts) == (said is not None), texts
     assert all(said in text for text in texts)
 
@@ -263,12 +268,12 @@ def closure_of_one(net):
     return lambda x, y: net(x, y)
 
 
-def told_in_a_loop(function, *batches, counts=None, steps=2, optimizer=None):
+def told_in_a_loop(function, *batches, counts=None, steps=2, optimizer=None, check=None):
     """The texts of all warnings while a loop of one's own trains on the batches."""
     weights = getattr(optimizer, "parameters", None) or ms.ParameterTuple(
         [weight for cell in named_cells(function).values() for weight in cell.trainable_params()]
     )
-    accumulator = GradAccumulator(nn.SGD(weights, 0.1), steps, jit=False)
+    accumulator = GradAccumulator(nn.SGD(weights, 0.1), steps, jit=False, check=check)
     grad_fn = accumulator.value_and_grad(function)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -299,7 +304,7 @@ def test_labels_that_only_a_later_batch_of_the_window_ignores_are_told(pynative)
     losses = KnownLosses("Owner", FUNCTIONS["network"](), (None,))
     assert [len(losses.advice([Tensor(value) for value in part])) for part in two] == [0, 1]
     assert told_in_a_loop(FUNCTIONS["closure"](), parts[0], parts[0]) == []
-    step = make_step(nn.WithLossCell(dense(), nn.CrossEntropyLoss()), accumulation_steps=2)
+    step = make_step(nn.WithLossCell(dense(), nn.CrossEntropyLoss()), accumulation_steps=2, check=None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for part in parts:
@@ -328,7 +333,7 @@ SHIFTED = np.where(np.arange(7) < LENGTHS, TOKENS, -100).astype(np.int32)
 
 
 def test_shifted_labels_are_counted_exactly(pynative):
-    (text,) = told(make_step(LanguageModel(), micro_size=3), SHIFTED, TOKENS)
+    (text,) = told(unmeasured(LanguageModel(), micro_size=3), SHIFTED, TOKENS)
     assert "CountNotIgnored(position=0); with shift=1" in text
     wanted = update_of(whole, LanguageModel(), SHIFTED, TOKENS)
     for shift, exact in ((1, True), (0, False)):

@@ -8,19 +8,20 @@ the whole batch's loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from gaccum_ms.auditing.evidence import relative_error
-from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.options.options import Options
 
 _Inputs = Sequence[ms.Tensor]
 
 
 def broadcast_input(
-    cell: GradAccumulationCell,
+    options: Options,
+    function: Callable[..., Any],
     batch: _Inputs,
     parts: Sequence[_Inputs],
     loss_of: Callable[[_Inputs], float],
@@ -30,15 +31,15 @@ def broadcast_input(
     micro-batches; `loss_of` : the network's loss on one."""
 
     def equal(loss: float, other: float) -> bool:
-        return relative_error(loss, other) <= tolerance
+        return abs(loss - other) <= tolerance * max(abs(other), 1e-30)
 
-    if cell.axis != 0 or cell.several_losses:
+    if options.axis != 0 or options.several_losses:
         return None
     whole = loss_of(batch)
     for position in range(1, len(batch)):
-        if position in cell.shared or not equal(loss_of(_moved(batch, position)), whole):
+        if position in options.shared or not equal(loss_of(_moved(batch, position)), whole):
             continue
-        for shape in _other_shapes(batch[position].shape, _is_elementwise(cell.network)):
+        for shape in _other_shapes(batch[position].shape, _is_elementwise(function)):
             try:
                 paired = loss_of(_reshaped(batch, position, shape))
                 moved = loss_of(_reshaped(_moved(batch, position), position, shape))
@@ -48,7 +49,7 @@ def broadcast_input(
             sizes = [len(part[position]) for part in parts]
             totals = (float(np.average(losses, weights=sizes)), float(np.sum(losses)))
             if not equal(paired, whole) and not equal(moved, paired) and any(equal(total, paired) for total in totals):
-                return _described(position, batch[position].shape, shape, _is_elementwise(cell.network))
+                return _described(position, batch[position].shape, shape, _is_elementwise(function))
     return None
 
 
@@ -61,7 +62,7 @@ def _described(position: int, shape: tuple[int, ...], other: tuple[int, ...], ce
     return text if certain else f"{text}; or, if its entries are not those of samples, name it in 'shared' of EvenSplit"
 
 
-def _is_elementwise(network: nn.Cell) -> bool:
+def _is_elementwise(network: Any) -> bool:
     """Whether the loss is one of MindSpore's, which compare outputs and labels entry by entry, or refuse them."""
     return isinstance(network, nn.WithLossCell) and type(network._loss_fn).__module__.startswith("mindspore.")
 

@@ -1,0 +1,96 @@
+"""Runs a network forward eagerly, in graph mode too, without a gradient, and without any lasting effect.
+
+``MS_JIT=0`` makes Cells and functions with `mindspore.jit` run eagerly; no context is switched, and nothing is
+compiled. Put back are Parameters, attributes of Cells and of objects that the user's code reaches, the modes of Cells,
+and all generators of random numbers. What is printed is lost.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+
+from gaccum_ms.backend import kernel_seeds
+from gaccum_ms.backend.held_cells import held_cells
+from gaccum_ms.backend.pynative_tape import close_tape
+from gaccum_ms.backend.python_state import StateOutside
+from gaccum_ms.backend.snapshot import Snapshot
+
+_MOST_COPIED = 2**28  # bytes of Parameters
+# `requires_grad` : else MindSpore records a gradient. `_is_check_and_refresh` : else an eager call renames Parameters.
+_ATTRIBUTES = ("training", "requires_grad", "_is_check_and_refresh")
+
+
+class CannotPutBack(Exception):
+    """The network would not be left as it was; the reason is the text."""
+
+
+@contextmanager
+def without_effect(
+    function: Callable[..., Any],
+    networks: Sequence[nn.Cell],
+    in_evaluation: Iterable[nn.Cell],
+    writes: Callable[[], bool],
+) -> Iterator[Callable[[], None]]:
+    """Within it, the function may be called, or the network that it is; it yields a function that puts back what
+    `construct` wrote. `networks` : those that it calls; `in_evaluation` : Cells that have evaluation mode meanwhile;
+    `writes` : whether code of the networks writes Parameters, which is asked where these are too large to be copied."""
+    cells = list({id(cell): cell for network in networks for _, cell in held_cells(network)}.values())
+    left_out = _not_copied(networks, writes)
+    before = Snapshot(*networks, leave_out=left_out)
+    outside = StateOutside(function, {*before.parameters, *before.tensors, *map(id, left_out)})
+    if outside.takes_next:
+        raise CannotPutBack("it takes from an iterator, which cannot be put back")
+    modes = [{name: vars(cell).get(name) for name in _ATTRIBUTES} for cell in cells]
+    hooks = [(kept, dict(kept)) for cell in cells for kept in (cell._forward_hook, cell._forward_pre_hook) if kept]
+    generators, seeds, jit = (random.getstate(), np.random.get_state()), dict(kernel_seeds), os.environ.get("MS_JIT")
+    frozen = {key for key, (parameter, _) in before.parameters.items() if not parameter.requires_grad}
+
+    def put_back() -> None:
+        before.restore_values(frozen)
+        outside.restore()
+
+    os.environ["MS_JIT"] = "0"
+    try:
+        for cell in cells:
+            vars(cell).update(requires_grad=False, _is_check_and_refresh=True)
+        for cell in in_evaluation:
+            vars(cell)["training"] = False
+        for kept, _ in hooks:
+            kept.clear()
+        with redirect_stdout(io.StringIO()):
+            yield put_back
+    finally:
+        if jit is None:
+            del os.environ["MS_JIT"]
+        else:
+            os.environ["MS_JIT"] = jit
+        close_tape()
+        for kept, entries in hooks:
+            kept.update(entries)
+        for cell, mode in zip(cells, modes, strict=True):
+            vars(cell).update(mode)
+        before.restore_values()
+        outside.restore(generators=True)
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        kernel_seeds.clear()
+        kernel_seeds.update(seeds)
+        ms.set_rng_state(before.generator)
+
+
+def _not_copied(networks: Sequence[nn.Cell], writes: Callable[[], bool]) -> Sequence[ms.Parameter]:
+    parameters = {id(parameter): parameter for network in networks for parameter in network.get_parameters()}
+    if sum(parameter.nbytes for parameter in parameters.values()) <= _MOST_COPIED:
+        return ()
+    if writes():
+        raise CannotPutBack(f"it writes Parameters, of which more than {_MOST_COPIED >> 20} MB would have to be copied")
+    return tuple(parameters.values())

@@ -1,0 +1,144 @@
+"""The proof of many losses as users write them, forward only and without a compilation: each wrong one is told, with
+the remedy that is exact where one is known, and no right one is."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn, ops
+from mindspore.communication import comm_func
+from mindspore.nn.utils import no_init_parameters
+
+from gaccum_ms import GradAccumulationCell
+from gaccum_ms.backend import without_effect
+from gaccum_ms.backend.noise_of_rows import ReachesOtherRanks, noise_of_rows
+from gaccum_ms.proof import first_batch
+from gaccum_ms.proof.first_batch import FirstBatch
+from gaccum_ms.proof.samples import few
+from gaccum_ms.splitting.even_split import cut, cut_axes, plan_split
+from gaccum_ms.training.python_split import micro_batches_of
+from tests.proof import losses
+from tests.proof.losses import RIGHT, WRONG, Case
+
+
+def proved(case: Case, **more) -> tuple[FirstBatch, str | None]:
+    """The proof of a loss in four micro-batches, and what it says."""
+    options = {"micro_size": 4, **case.options}
+    if callable(options.get("split")):
+        options["micro_size"] = None
+    network = case.network()
+    cell = GradAccumulationCell(network, **options, **more)
+    cell.check_options(is_whole=True)
+    inputs = [Tensor(value) for value in case.inputs]
+    options = cell.options
+    if options.splits_in_python:
+        parts = micro_batches_of(options.split.working_copy(), inputs, False)
+    else:
+        plan = plan_split([value.shape for value in inputs], 4, None, options.shared, options.axis)
+        parts = cut(inputs, plan, cut_axes(len(inputs), options.shared, options.axis))
+    proof = FirstBatch("GradAccumulationCell", network, [network], options)
+    batch = inputs, cut_axes(len(inputs), options.shared, options.axis), lambda: parts
+    proof.again = lambda: proof.look(*batch)
+    return proof, proof.again()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loss_is_told_with_its_remedy(name, mode):
+    proof, text = proved(WRONG[name])
+    assert text is not None, proof
+    assert WRONG[name].remedy in text, text
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loss_is_not_told(name, mode):
+    proof, text = proved(RIGHT[name])
+    assert text is None
+    assert proof.verdict.kind != "skipped", proof
+
+
+# -- what was left open by first trials --------------------------------------------------------------------------------
+
+
+def case_of(network, *inputs, **options) -> Case:
+    return Case(lambda: network, inputs, options)
+
+
+class Weighed(losses.Net):
+    def construct(self, x, right, other):
+        return (ops.square(self.net(x))[:, 0] * right).sum() / right.sum()
+
+
+def test_a_remedy_must_fit_the_micro_batches_too(pynative):
+    """Another mask is the right one for the few samples that are chosen, and nowhere else."""
+    x = np.random.default_rng(0).normal(size=(16, losses.FEATURES)).astype(np.float32)
+    right = np.random.default_rng(1).uniform(0.1, 1, 16).astype(np.float32)
+    right[:3] = 0
+    first, second = next(few([Tensor(x), Tensor(right), Tensor(right)], (0, 0, 0), 5))
+    others = np.setdiff1d(np.arange(16), [*first, *second])
+    other = right.copy()
+    other[others] *= np.linspace(0.2, 3, len(others), dtype=np.float32)
+    chosen = next(few([Tensor(x), Tensor(right), Tensor(other)], (0, 0, 0), 5))
+    assert {*np.concatenate(chosen)} == {*first, *second}
+    _, text = proved(case_of(Weighed(), x, right, other))
+    assert "count=CountMask(position=1)." in text
+
+
+def test_parameters_that_are_large_are_not_copied_and_then_must_not_be_written(pynative, monkeypatch):
+    monkeypatch.setattr(without_effect, "_MOST_COPIED", 0)
+    assert proved(RIGHT["MeanOfSquares"])[0].verdict.kind == "equal"
+    assert proved(WRONG["SumOfSquares"])[1] is not None
+
+    class Writes(losses.Net):
+        def __init__(self):
+            super().__init__()
+            self.centre = ms.Parameter(Tensor(0.0), requires_grad=False)
+
+        def construct(self, x, y):
+            loss = ops.square(self.net(x) - y).mean()
+            return ops.depend(loss, ops.assign(self.centre, loss))
+
+    network = Writes()
+    proof, _ = proved(case_of(network, *RIGHT["MeanOfSquares"].inputs))
+    assert "skipped: it writes Parameters" in str(proof)
+    assert float(network.centre.asnumpy()) == 0
+
+
+def test_a_dear_forward_takes_fewer_samples_or_is_left_out(pynative, monkeypatch):
+    case = RIGHT["CountedShift"]
+    entries = sum(parameter.size for parameter in case.network().get_parameters())
+    work = entries * losses.LENGTH
+    for most, kind in ((work * 10, "parts of 2, 3"), (work * 9, "parts of 1, 1"), (work * 3, "skipped: a forward")):
+        monkeypatch.setitem(first_batch._MOST_WORK, "CPU", most)
+        assert kind in str(proved(case)[0])
+
+
+def test_lazy_parameters_are_initialised_and_keep_their_names(pynative):
+    with no_init_parameters():
+        network = nn.WithLossCell(nn.Dense(losses.FEATURES, 1), nn.MSELoss())
+    assert any(parameter.has_init for parameter in network.get_parameters())
+    names = [parameter.name for parameter in network.get_parameters()]
+    assert proved(case_of(network, *RIGHT["MeanOfSquares"].inputs))[0].verdict.kind == "equal"
+    assert [parameter.name for parameter in network.get_parameters()] == names
+
+
+def test_what_cannot_be_seen_is_looked_at_again(pynative):
+    """At the second, fourth and eighth call."""
+    proof, _ = proved(RIGHT["OneClass"])
+    calls = []
+    for _ in range(9):
+        before = proof.verdict
+        proof.again()
+        calls.append(proof.verdict is not before)
+    assert [number + 2 for number, looked in enumerate(calls) if looked] == [2, 4, 8]
+
+
+@pytest.mark.parametrize("call", [comm_func.all_reduce, mint.distributed.all_reduce, lambda x: ops.AllReduce()(x)])
+def test_a_collective_is_refused_before_it_runs(call, pynative):
+    """Whoever calls it: each function is one that MindSpore's module looks up, or an operator's call."""
+    with noise_of_rows(refuses_collectives=True), pytest.raises(ReachesOtherRanks):
+        call(Tensor(1.0))
+
+
+def test_the_tables_hold_at_least_36_losses_each():
+    assert min(len(WRONG), len(RIGHT)) >= 36
