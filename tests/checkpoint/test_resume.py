@@ -464,6 +464,14 @@ def test_what_mindspore_loaded_is_refused_at_the_first_call_and_every_other(
         assert_refused(step, lambda: run(step, [3]), ValueError, f"For 'TrainOneStepWith.*{message}")
 
 
+def test_what_mindspore_loads_into_a_step_that_has_run_is_refused_too(in_mid_window, tmp_path, pynative):
+    file = edited(in_mid_window("samples"), tmp_path / "edited.ckpt", claiming(window_origin=[1, 2]))
+    step = make_step()
+    run(step, [3])
+    ms.load_param_into_net(step, ms.load_checkpoint(str(file)))
+    assert_refused(step, lambda: run(step, [3]), ValueError, "got the sums of rank 1 of 2 on rank 0 of 1")
+
+
 def test_files_of_different_updates_are_refused(in_mid_window, tmp_path):
     """For instance, checkpoints of two ranks from different times."""
     files = [

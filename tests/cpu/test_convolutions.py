@@ -9,6 +9,7 @@ from mindspore import mint, nn, ops
 from mindspore.ops import conv2d as by_another_name
 
 from gaccum_ms import WithBatchLossCell
+from gaccum_ms.cpu import convolutions
 from gaccum_ms.cpu.convolutions import convolves
 
 
@@ -169,3 +170,12 @@ def test_a_network_that_holds_itself_comes_to_an_end():
     around = [nn.Dense(2, 2)]
     around.append(around)
     assert not convolves(Holds(around))
+
+
+def test_an_accumulator_knows_convolutions_by_their_weights(monkeypatch):
+    limits = []
+    monkeypatch.setattr(convolutions, "limit_instructions", lambda: limits.append(1))
+    convolutions.limit_instructions_for_weights(nn.Dense(2, 2).trainable_params())
+    assert limits == []
+    convolutions.limit_instructions_for_weights(nn.Conv2d(2, 2, 3).trainable_params())
+    assert limits == [1]

@@ -64,7 +64,7 @@ def test_threads_are_as_many_as_asked_for(counted):
 
 @pytest.mark.parametrize(
     ("argument", "environment", "cores"),
-    [("1", {}, 1), ("", {"OMP_NUM_THREADS": "1"}, 1), ("", {"OMP_NUM_THREADS": "999"}, os.cpu_count())],
+    [("1", {}, 1), ("", {"OMP_NUM_THREADS": "1,4"}, 1), ("", {"OMP_NUM_THREADS": "999"}, os.cpu_count())],
 )
 def test_cores_are_an_argument_or_the_launchers(counted, argument, environment, cores):
     assert counted(argument, **environment)[:4] == [1, cores, cores, cores]
