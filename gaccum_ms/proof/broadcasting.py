@@ -73,10 +73,10 @@ def _other_shapes(shape: tuple[int, ...], elementwise: bool) -> Iterator[tuple[i
     if rest and not elementwise and rest != [1]:
         return  # it may be what a loss of the user's wants, such as one of all pairs
     yield from ((samples, *rest[:axis], *rest[axis + 1 :]) for axis, length in enumerate(rest) if length == 1)
-    if not rest or elementwise:
-        yield (*shape, 1)
     if rest and elementwise:
         yield (samples, 1, *rest)
+    if not rest or elementwise:
+        yield (*shape, 1)
 
 
 def _moved(inputs: _Inputs, position: int) -> list[ms.Tensor]:

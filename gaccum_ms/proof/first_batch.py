@@ -96,10 +96,10 @@ class FirstBatch:
         if self.is_over or (self._before is None and self._calls not in _CALLS):
             return None
         earlier, self._before = self._before, None
-        parts = micro_batches
-        if earlier is not None and len(micro_batches()) < 2:
-            parts = functools.partial(list, [earlier, inputs])
-        self.verdict = self._proved(inputs, axes, parts, earlier is not None)
+        try:
+            self.verdict = self._proved(inputs, axes, micro_batches, earlier)
+        except Exception as error:  # the network cannot run so, in one of MindSpore's many ways; training goes on
+            self.verdict = Verdict(_SKIPPED, f"{type(error).__name__}: {str(error).strip()[:200]}")
         if self.verdict.kind == LATER and earlier is None and axes is not None:
             self._before = list(inputs)
         is_unexplained = self.verdict.kind == DIFFERENT and self.verdict.remedy is None
@@ -116,12 +116,15 @@ class FirstBatch:
         inputs: Inputs,
         axes: Sequence[int] | None,
         micro_batches: Callable[[], Sequence[Inputs]],
-        is_second: bool,
+        earlier: Inputs | None,
     ) -> Verdict:
         batch = self._batch(inputs, axes, micro_batches)
         if isinstance(batch, Verdict):
             return batch
-        batch.decides_among_micro_batches = is_second
+        if earlier is not None:
+            batch.decides_among_micro_batches = True
+            if len(micro_batches()) < 2:
+                batch.micro_batches, batch.whole = functools.partial(list, [earlier, inputs]), None
         for network in self._networks:
             for parameter in network.get_parameters():
                 if parameter.has_init:
@@ -134,8 +137,6 @@ class FirstBatch:
                 return Verdict(_SKIPPED, "the loss has a collective")
             except CannotPutBack as error:
                 return Verdict(_SKIPPED, str(error))
-            except Exception as error:  # the network cannot run so, in one of MindSpore's many ways
-                verdict = Verdict(UNDECIDED, f"{type(error).__name__}: {str(error).strip()[:200]}")
             if verdict.kind != UNDECIDED or verdict.why != RANDOM:
                 break
         return verdict

@@ -54,7 +54,8 @@ def test_a_wrong_loss_is_told_with_its_remedy(name, mode):
 def test_a_right_loss_is_not_told(name, mode):
     proof, text = proved(RIGHT[name])
     assert text is None
-    assert proof.verdict.kind != "skipped", proof
+    takes_a_gradient = name == "GradientPenalty" and mode == "graph"  # which MindSpore then cannot take eagerly
+    assert (proof.verdict.kind == "skipped") == takes_a_gradient, proof
 
 
 # -- what was left open by first trials --------------------------------------------------------------------------------
