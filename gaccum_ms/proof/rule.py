@@ -45,9 +45,13 @@ class Rule:
             raise ValueError(f"{len(outputs)} outputs")  # training says it in its own words
         self.is_bfloat16 |= getattr(outputs[0], "dtype", None) == ms.bfloat16
         if options.returns_ratio:
-            return Numbers(np.array([number(outputs[0])]), np.array([number(outputs[1])]))
-        items = [self.samples(part) if count is None else number(count(*part)) for count in options.counts]
-        return Numbers(np.array([number(loss) for loss in outputs[: options.losses]]), np.array(items, float))
+            losses, items = [number(outputs[0])], [number(outputs[1])]
+        else:
+            items = [self.samples(part) if count is None else number(count(*part)) for count in options.counts]
+            losses = [number(loss) for loss in outputs[: options.losses]]
+        if not all(0 <= count < np.inf for count in items):
+            raise ValueError(f"counts of {items}")  # training refuses them
+        return Numbers(np.array(losses), np.array(items, float))
 
     def of_whole(self, whole: Numbers) -> np.ndarray:
         """The loss of a batch that is not cut."""
