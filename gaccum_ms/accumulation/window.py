@@ -85,7 +85,7 @@ class Window(nn.Cell):
         self.spans_batches = ledger.spans_batches
         if ledger.spans_batches:
             self.open = ledger.open
-        self.weighs_samples = ledger.by_samples and ledger.spans_batches
+        self.weighs_samples = ledger.by_samples and ledger.needs_division
         self.ratio = options.returns_ratio
         # Whether the sums of a batch with a bad count are in its window.
         self.adds_bad_batches = options.returns_ratio or options.aux

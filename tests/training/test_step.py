@@ -220,7 +220,7 @@ class Counted(nn.Cell):
 
 
 def traces_of(calls: int, **options) -> int:
-    step = make_step(Counted(), **options)
+    step = make_step(Counted(), check=None, **options)
     TRACES.clear()
     for _ in range(calls):
         step(batch(18)[0], ops.ones(18))
@@ -243,7 +243,7 @@ def test_jit_compiles_the_step_once_by_graph_modes_path(pynative):
     """It does not use `mindspore.jit` , which would store the graph elsewhere: see test_graphs.py. A function under
     `mindspore.jit` would also continue with its old weights after others were loaded."""
     network = Counted()
-    step = make_step(network, micro_size=9, jit=True)
+    step = make_step(network, micro_size=9, jit=True, check=None)
     step.register_forward_hook(add_100)
     TRACES.clear()
     first = {network.weight.name: ms.Parameter(network.weight.asnumpy())}
