@@ -122,7 +122,7 @@ def test_a_table_may_be_as_long_as_the_batch(pynative):
         def construct(self, x, table, y):
             return super().construct(x, table, Tensor(SCALE), y)
 
-    step = step_of(OwnScale, micro_size=2, split=EvenSplit())
+    step = step_of(OwnScale, micro_size=2, split=EvenSplit(), check=None)
     step(batch[0], batch[1], batch[3])
     assert relative_error(as_numpy(step.weights[0]), weight) > 100 * TOLERANCE
 
