@@ -198,9 +198,6 @@ class Measure(nn.Cell):
         """The network whose outputs are joined."""
         return self.network if self.aux else None
 
-    def check_plan(self, plan: micro_batches.SplitPlan) -> None:
-        """Nothing must be equal on all ranks."""
-
     def check_shapes(self, shapes: Sequence[tuple[int, ...] | None], rows: int) -> None:
         """Check the shapes of its outputs for `rows` samples."""
         check_aux(shapes, self.ratio, rows)

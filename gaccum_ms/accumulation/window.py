@@ -81,6 +81,7 @@ class Window(nn.Cell):
         self.least = ops.constexpr(self._least.read)
         self.ledger = ledger
         self.store = ledger.store
+        self._check_plan = getattr(measure, "check_plan", None)
         self._outputs_are_checked = False
         self.spans_batches = ledger.spans_batches
         if ledger.spans_batches:
@@ -322,17 +323,20 @@ class Window(nn.Cell):
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
         """Before a batch: check what must be equal on all ranks. A collective, if they share one loss."""
-        self.measure.check_plan(plan)
+        if self._check_plan is not None:
+            self._check_plan(plan)
 
     def check_outputs(
         self, inputs: Sequence[ms.Tensor], plan: micro_batches.SplitPlan, weights: Sequence[ms.Parameter]
     ) -> None:
         """Before the first batch: check what the network returns beside its loss at another number of samples than a
         micro-batch has, so that none fits by chance."""
-        network = self.measure.network_of_rows
-        if network is None or self._outputs_are_checked:
+        if self._outputs_are_checked:
             return
         self._outputs_are_checked = True
+        network = self.measure.network_of_rows
+        if network is None:
+            return
         finds_size = self.micro_size is None and self.micro_batch_size is None
         rows = 1 + (2 if finds_size else plan.size)
         part = rows_of(inputs, rows, plan.samples, cut_axes(len(inputs), self.shared, self.axis))

@@ -65,7 +65,8 @@ class FirstBatch:
 
     @property
     def is_over(self) -> bool:
-        return self.verdict.kind in (EQUAL, DIFFERENT, _SKIPPED)
+        too_late = self._calls > _CALLS[-1] and not self.waits
+        return too_late or self.verdict.kind in (EQUAL, DIFFERENT, _SKIPPED)
 
     @property
     def told(self) -> bool:

@@ -84,6 +84,7 @@ class LossAdvice:
         self._told: set[str] = set()
         self._waiting: list[str] = []  # for what the proof says of the next batch
         self.proof = proof
+        self.is_over = False  # whether all batches have been looked at that tell anything
 
     def look(
         self,
@@ -104,6 +105,7 @@ class LossAdvice:
             for advice in self._waiting:
                 warn_user(advice)
             self._waiting = []
+        self.is_over = self.proof.is_over and self._batches < 1
 
     def look_in_loop(self, batch: Sequence[Any]) -> None:
         """The same for a batch of a loop, which is a micro-batch of its window."""
@@ -175,6 +177,8 @@ class Advice:
                 warn_user(text)
 
     def _look_at_losses(self, batch: Batch | None) -> None:
+        if self._losses.is_over:
+            return
         options = self._setup.options
         if batch is None:
             self.proof.skip("another graph calls the step, as with data sinking")
