@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
-import numpy as np
-from mindspore import nn, ops
+from mindspore import nn
 
 from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.snapshot import Snapshot
-from gaccum_ms.splitting.even_split import UNCUT
 
 
 def outputs_of(network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[ms.Parameter]) -> tuple[Any, ...]:
@@ -49,13 +47,3 @@ def shapes_if_taken(
         return shapes_of(network, inputs, weights)
     except Exception:
         return None
-
-
-def rows_of(inputs: Sequence[ms.Tensor], rows: int, samples: int, axes: Sequence[int]) -> list[ms.Tensor]:
-    """The first `rows` samples of a batch of `samples` , which begin anew where there are fewer."""
-    places = ms.Tensor(np.arange(rows) % samples, ms.int32)
-    with no_grad():
-        return [
-            value if axis == UNCUT else ops.gather(value, places, axis)
-            for value, axis in zip(inputs, axes, strict=True)
-        ]

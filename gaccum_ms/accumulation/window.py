@@ -21,16 +21,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.copies import Copies
-from gaccum_ms.accumulation.forward_alone import rows_of, shapes_if_taken
+from gaccum_ms.accumulation.forward_alone import shapes_if_taken
 from gaccum_ms.accumulation.sums import COUNT, LOSS, SUMS
 from gaccum_ms.backend.parameters import expose_records
 from gaccum_ms.layers.batchnorm import trains_batch_norm
 from gaccum_ms.options.options import Options
 from gaccum_ms.splitting import micro_batches
-from gaccum_ms.splitting.even_split import cut_axes
+from gaccum_ms.splitting.even_split import cut_axes, rows_of
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.ledger import Ledger
@@ -209,7 +210,8 @@ class Window(nn.Cell):
             takes = ms.Tensor(False)
         return (row, *self.ledger.outputs_of(outputs, row, belongs))
 
-    # In the loops below an inner loop runs once or not at all: see the rules at the head of step.py.
+    # In the loops below an inner loop runs once or not at all: see the rules at the head of step.py. It must be in the
+    # same function as the loop, so `add_judged` cannot call `enter_with_outputs` .
 
     def add_some(self, measure, sums, inputs, plan, start, unit):
         """The micro-batches from sample `start` on, of which some may be left out; returns the new sums."""
@@ -227,14 +229,14 @@ class Window(nn.Cell):
             row = self.ledger.left_out(items)
             runs = self.ledger.runs(items)
             while runs:
-                numerators, items, _, gradients = measure.run(unit, (), rows, items, *micro_batch)
-                row = self.ledger.added(unit, numerators, items, gradients)
+                numerators, counted, _, gradients = measure.run(unit, (), rows, items, *micro_batch)
+                row = self.ledger.added(unit, numerators, counted, gradients)
                 runs = ms.Tensor(False)
             for term in range(self.ledger.terms):
                 alone = self.ledger.runs_alone(term, self.ledger.belongs((), items))
                 while alone:
-                    part, gradients = measure.run_alone(term, unit, items, *micro_batch)
-                    row = row + ops.depend(part, self.store.add(gradients))
+                    part, gradients_alone = measure.run_alone(term, unit, items, *micro_batch)
+                    row = row + ops.depend(part, self.store.add(gradients_alone))
                     alone = ms.Tensor(False)
             state = micro_batches.following(state, (row,), rows)
         return state
@@ -339,7 +341,8 @@ class Window(nn.Cell):
             return
         finds_size = self.micro_size is None and self.micro_batch_size is None
         rows = 1 + (2 if finds_size else plan.size)
-        part = rows_of(inputs, rows, plan.samples, cut_axes(len(inputs), self.shared, self.axis))
+        places = np.arange(rows) % plan.samples  # from the first one anew where there are fewer
+        part = rows_of(inputs, cut_axes(len(inputs), self.shared, self.axis), places)
         shapes = shapes_if_taken(network, part, weights)
         if shapes is not None:
             self.measure.check_shapes(shapes, rows)

@@ -30,9 +30,6 @@ class Rule:
         self.call = call
         self.is_bfloat16 = False  # whether the losses that were seen are
 
-    def with_axes(self, axes: Sequence[int]) -> Rule:
-        return Rule(self.options, self.call, axes)
-
     def samples(self, part: Inputs) -> int:
         return part[0].shape[self.options.first_axis]
 

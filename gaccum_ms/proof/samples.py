@@ -15,14 +15,6 @@ _FLOATS = (ms.float16, ms.float32, ms.float64)
 _MOST_READ = 4096  # entries of a sample
 
 
-def rows_of(inputs: Sequence[Any], axes: Sequence[int], places: Any) -> list[Any]:
-    """Some samples of a batch."""
-    index = ms.Tensor(np.asarray(places, np.int32))
-    return [
-        value if axis == UNCUT else ops.gather(value, index, axis) for value, axis in zip(inputs, axes, strict=True)
-    ]
-
-
 def joined(parts: Sequence[Sequence[Any]], axes: Sequence[int]) -> list[Any]:
     """Parts as one batch."""
     return [

@@ -24,8 +24,8 @@ from gaccum_ms.proof.broadcasting import broadcast_input
 from gaccum_ms.proof.comparison import Comparison, Evaluation
 from gaccum_ms.proof.remedies import remedies
 from gaccum_ms.proof.rule import Inputs, Rule
-from gaccum_ms.proof.samples import few, joined, rows_of
-from gaccum_ms.splitting.even_split import UNCUT, EvenSplit, cut_axes
+from gaccum_ms.proof.samples import few, joined
+from gaccum_ms.splitting.even_split import UNCUT, EvenSplit, cut_axes, rows_of
 
 EQUAL, DIFFERENT, UNDECIDED, LATER = "equal", "different", "undecided", "later"
 RANDOM = "the loss is random"

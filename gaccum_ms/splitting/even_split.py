@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mindspore as ms
+import numpy as np
+from mindspore import ops
+
+from gaccum_ms.backend import no_grad
 
 UNCUT = -1  # in place of an axis: the input is shared
 
@@ -172,6 +176,15 @@ def cut(inputs: Sequence[ms.Tensor], plan: SplitPlan, axes: Sequence[int]) -> li
         [value if axis == UNCUT else value[between(start, end, axis)] for value, axis in zip(inputs, axes, strict=True)]
         for start, end in zip(starts, [*starts[1:], plan.samples], strict=True)
     ]
+
+
+def rows_of(inputs: Sequence[Any], axes: Sequence[int], places: Any) -> list[Any]:
+    """Samples of a batch by their places, outside of a graph. `axes` : as in `cut` ."""
+    index = ms.Tensor(np.asarray(places, np.int32))
+    with no_grad():
+        return [
+            value if axis == UNCUT else ops.gather(value, index, axis) for value, axis in zip(inputs, axes, strict=True)
+        ]
 
 
 def between(start: int, end: int, axis: int) -> tuple[slice, ...]:
