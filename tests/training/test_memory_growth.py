@@ -26,6 +26,7 @@ from gaccum_ms import (
     AccumulationScheduler,
     AdaptiveAccumulation,
     AutoSize,
+    ClipByGlobalNorm,
     FlushAccumulation,
     GradAccumulationCell,
     GradAccumulator,
@@ -246,19 +247,27 @@ QUICK: dict[str, Callable[[], Callable]] = {
     "accumulator": accumulated,
 }
 
+UNMEASURED: dict = {"check": None}  # these losses are not the means that `positive` says
+
 # Each way to train once, and each branch of a graph that some calls skip.
 THOROUGH: dict[str, Callable[[], Callable]] = {
     "one-batch": lambda: a_step(record_noise=True, max_grad_norm=1.0, optimizer=lambda weights: nn.Adam(weights, 1e-3)),
     "windows-of-2": lambda: a_step(accumulation_steps=2, record_noise=True, max_grad_norm=1.0, micro_size=3),
     "count-windows": lambda: a_step(
-        count=positive, record_noise=True, micro_size=3, accumulation_steps=2, min_count=1.0, batches=uncounted()
+        count=positive,
+        record_noise=True,
+        micro_size=3,
+        accumulation_steps=2,
+        min_count=1.0,
+        batches=uncounted(),
+        **UNMEASURED,
     ),
     "drop-windows": lambda: a_step(overflow="drop_micro_batch", accumulation_steps=2, batches=overflowing()),
     "sum": lambda: a_step("sum", reduction="sum", count=positive, overflow="drop_micro_batch"),
     "ratio": lambda: a_step("ratio", reduction="ratio", micro_size=3),
     "several": lambda: a_step("several", loss_weights=(1.0, 0.5)),
     "several-counts": lambda: a_step(
-        "several", loss_weights=(1.0, 0.5), count=(positive, positive), batches=uncounted()
+        "several", loss_weights=(1.0, 0.5), count=(positive, positive), batches=uncounted(), **UNMEASURED
     ),
     "aux": lambda: a_step("aux", aux=True, count=positive, record_noise=True, micro_size=3),
     "vetoes": lambda: a_step(transforms=(EverySecond(),), scale_sense=manager, batches=overflowing()),
@@ -268,7 +277,9 @@ THOROUGH: dict[str, Callable[[], Callable]] = {
     "of-batch": of_the_whole_batch,
     "inside": lambda: within_another_graph(accumulation_steps=2),
     "accumulator-sum-drop": lambda: an_accumulator(4, 3.0, True, reduction="sum", overflow="drop_micro_batch"),
-    "accumulator-transforms": lambda: an_accumulator(transforms=two_links(), min_count=1.0, max_grad_norm=1.0),
+    "accumulator-transforms": lambda: an_accumulator(
+        count=3.0, transforms=(*two_links(), ClipByGlobalNorm(1.0)), min_count=1.0
+    ),
 }
 
 # In PyNative mode, a step with ``jit=True`` .
