@@ -1,6 +1,6 @@
 """A training of a day: killed at random and resumed, it ends with the weights of one that was not, in flat memory.
 
-    python tests/end_to_end/long_training.py --batches 20000 --kills 10     in full; test_long_training.py: a short one
+    python -m tests.end_to_end.long_training --batches 20000 --kills 10     in full; test_long_training.py: a short one
 
 Graph mode, windows of four batches, and all callbacks that go together. AdaptiveAccumulation does not: it chooses other
 windows, and its averages are not in checkpoints. Each process appends the memory that is allocated to a file.

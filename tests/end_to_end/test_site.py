@@ -242,16 +242,17 @@ def test_no_word_of_code_is_broken_and_nothing_is_cut_off(browser, site, width):
     assert cut_off == {}
 
 
-def test_icons_stand_apart_and_a_title_has_one_line_on_a_phone(browser, site):
+def test_icons_stand_apart_and_a_title_has_one_line_on_a_phone_with_the_text_below_it(browser, site):
     set_width(browser, 390)
     for language in LANGUAGES:
         browser.get((site / f"{language}index.html").as_uri())
         boxes = "return [...arguments].map(name => document.querySelector(name).getBoundingClientRect().toJSON())"
-        theme, contents, title = browser.execute_script(
-            boxes, ".mobile-header .theme-toggle", ".toc-header-icon .icon", "h1"
+        theme, contents, title, text = browser.execute_script(
+            boxes, ".mobile-header .theme-toggle", ".toc-header-icon .icon", "h1", "h1 + p"
         )
         assert contents["left"] - theme["right"] >= 8
         assert title["height"] < 60  # two lines have 80
+        assert 0 <= text["top"] - title["bottom"] < 40  # of pixels
 
 
 def test_the_checks_see_what_is_broken(browser, tmp_path):
