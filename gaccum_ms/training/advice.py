@@ -83,6 +83,7 @@ class LossAdvice:
         self._batches = batches
         self._told: set[str] = set()
         self._waiting: list[str] = []  # for what the proof says of the next batch
+        self._may_wait = max(1, batches - 1)  # so many batches, so that a window's end has told it
         self.proof = proof
         self.is_over = False  # whether all batches have been looked at that tell anything
 
@@ -101,11 +102,12 @@ class LossAdvice:
         self._waiting += self._of_known_losses(batch)
         if self.proof.told:
             self._waiting = []
-        if not self.proof.waits:
-            for advice in self._waiting:
-                warn_user(advice)
-            self._waiting = []
-        self.is_over = self.proof.is_over and self._batches < 1
+        waits, self._may_wait = self.proof.waits and self._may_wait > 0, self._may_wait - 1
+        is_told = bool(self._waiting) and not waits
+        for advice in self._waiting if is_told else ():
+            warn_user(advice)
+        self._waiting = [] if is_told else self._waiting
+        self.is_over = self._batches < 1 and (self.proof.is_over or (is_told and self.proof.waits))
 
     def look_in_loop(self, batch: Sequence[Any]) -> None:
         """The same for a batch of a loop, which is a micro-batch of its window."""

@@ -178,6 +178,18 @@ def test_a_loop_is_told_of_a_count_as_it_gives_it(pynative):
     assert "For 'GradAccumulator'" in text and "accumulator(gradients, gaccum_ms.CountNotIgnored()(*batch))" in text
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+def test_what_is_known_of_a_loss_is_said_before_its_window_ends(batches, pynative):
+    """Where the measurement waits for a batch that does not come: of the samples' losses none is finite alone."""
+    labels = np.array([0, 1, 2, 1, -100, -100, -100, 1], np.int32)
+    network = nn.WithLossCell(nn.Dense(6, 3, weight_init="zeros"), nn.CrossEntropyLoss())
+    accumulator = GradAccumulator(nn.SGD(network.trainable_params(), 0.01), 2, jit=False)
+    grad_fn = accumulator.value_and_grad(network)
+    halves = [(X[:4], labels[:4]), (X[4:], labels[4:])] * batches
+    (text,) = texts_of(lambda x, y: accumulator(grad_fn(x, y)[1]), *halves)
+    assert "CountNotIgnored()" in text and MEASURED not in text
+
+
 # -- where it is left out ----------------------------------------------------------------------------------------------
 
 
