@@ -4,6 +4,7 @@
 # bash run.sh check                                  say what this machine can train on
 # bash run.sh test [all | rest]                      the quick tests, on all cores; the thorough ones too, or alone
 # bash run.sh test parallel | device | mutations     graphs for 8 devices; tests on devices; faults they must find
+# bash run.sh test weekly                            the tests of tests/weekly.txt, which none of the above runs
 # bash run.sh test [arguments of pytest]             some of all tests, in one process
 # bash run.sh test --mindspore 2.8.0 [any of these]  with that MindSpore, in an environment of its own
 # bash run.sh lint                                   ruff, mypy, import-linter, and zizmor for the workflows
@@ -81,8 +82,9 @@ test)
     all=(-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder --durations 25)
     case ${2-} in
     '') tests=("${all[@]}" -m "not thorough") ;;
-    all) tests=("${all[@]}" -m "not idle") ;;
-    rest) tests=("${all[@]}" -m "thorough and not idle") ;;
+    all) tests=("${all[@]}" -m "not weekly") ;;
+    rest) tests=("${all[@]}" -m "thorough and not weekly") ;;
+    weekly) tests=(-m pytest -m weekly) ;; # in one process: some measure memory
     parallel) tests=(-m pytest tests/semi_auto) ;;
     device) tests=(tests/device/report.py) ;;
     mutations) tests=(tests/mutations.py) ;;

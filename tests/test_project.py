@@ -11,6 +11,7 @@ import pytest
 
 import gaccum_ms
 from tests.mutations import FAULTS, sample
+from tests.support.spread import weekly_tests
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'test'")
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,9 +60,15 @@ def test_the_workflow_calls_run_sh_and_nothing_else():
 def test_all_thorough_tests_and_all_faults_run_by_schedule():
     workflow = yaml.safe_load(read(".github/workflows/weekly.yml"))
     assert "schedule" in workflow[True], "YAML reads the key `on` as true"
-    rest, mutations = (job["steps"] for job in workflow["jobs"].values())
-    assert rest[-2:] == [{"run": "bash run.sh test rest"}, {"run": "bash run.sh test -m idle"}]
-    assert mutations[-1] == {"run": "bash run.sh test mutations"}
+    commands = [step.get("run") for job in workflow["jobs"].values() for step in job["steps"]]
+    assert {f"bash run.sh test {word}" for word in ("rest", "weekly", "mutations")} <= set(commands)
+
+
+def test_the_weekly_tests_are_few_and_exist():
+    assert 0 < len(weekly_tests(ROOT / "tests" / "weekly.txt")) <= 40
+    for name in weekly_tests(ROOT / "tests" / "weekly.txt"):
+        file, function = name.split("::")
+        assert f"\ndef {function}(" in read(f"tests/{file}"), name
 
 
 def test_a_sample_of_faults_is_the_same_each_time_and_from_many_files():

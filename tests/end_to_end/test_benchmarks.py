@@ -204,7 +204,6 @@ def test_ranks_share_a_batch_and_take_turns():
 # -- networks and ways, run --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core("mlp")
 @pytest.mark.parametrize("name", COMPARED)
 def test_both_frameworks_have_the_same_network(name):
     """The weights have the same order. With the same values, the outputs, the loss and the gradients are the same."""
@@ -260,7 +259,6 @@ def whole_batch() -> Trained:
     return two_updates("whole", 1)
 
 
-@pytest.mark.core(way="ours")
 @pytest.mark.parametrize("way", [name for name, way in WAYS.items() if way.packages[0] == "mindspore"])
 def test_each_way_of_mindspore_makes_the_whole_batchs_update(way):
     """There are two updates, because the second shows remains in accumulators or counts. MindSpore's own cell never
@@ -294,7 +292,6 @@ def test_a_worker_that_fails_or_hangs_becomes_a_note():
         Worker(Setting("mlp", "whole", 1, 8), limit=0.01)
 
 
-@pytest.mark.thorough
 @pytest.mark.distributed
 def test_the_command_measures_on_two_processes_and_writes_what_it_prints(tmp_path):
     output = tmp_path / "result.txt"
@@ -333,7 +330,6 @@ for row in csv.DictReader(details.open()):
 """
 
 
-@pytest.mark.thorough
 def test_one_micro_batch_is_the_plain_step_and_three_kernels_of_one_number(tmp_path, programs):
     """Batches and updates are counted, and a share is divided out; nothing is accumulated."""
     script, kinds = tmp_path / "count_kernels.py", []
@@ -361,7 +357,6 @@ def test_limits_lie_between_what_needs_a_quarter_and_half_of_the_batch():
 # -- micro-batches by length -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 @pytest.mark.distributed
 def test_the_tokens_benchmark_measures_a_split(capsys):
     small = "--batch 24 --longest 32 --even-tokens 128 --max-tokens 128 --widths 2 --layers 1 --rounds 1"

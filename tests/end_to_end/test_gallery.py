@@ -55,7 +55,6 @@ def test_each_sample_has_its_place_in_the_docs():
         assert picture.stat().st_size < 100_000
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -138,8 +138,9 @@ SHARED = "-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder 
     ("words", "call"),
     [
         ("test", f"{SHARED} -m not thorough"),
-        ("test all -x", f"{SHARED} -m not idle -x"),
-        ("test rest --minutes 5", f"{SHARED} -m thorough and not idle --minutes 5"),
+        ("test all -x", f"{SHARED} -m not weekly -x"),
+        ("test rest --minutes 5", f"{SHARED} -m thorough and not weekly --minutes 5"),
+        ("test weekly -x", "-m pytest -m weekly -x"),
         ("test -k launch", "-m pytest -k launch"),
         ("test parallel -x", "-m pytest tests/semi_auto -x"),
         ("test device -k overflow", "tests/device/report.py -k overflow"),

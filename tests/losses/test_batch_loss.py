@@ -364,8 +364,6 @@ def test_a_network_that_adds_in_place_where_a_tensor_is_indexed(program):
     assert float(program("residual", RAGGED)) < TOLERANCE
 
 
-@pytest.mark.idle
-@pytest.mark.thorough
 def test_the_activations_of_one_micro_batch_are_in_memory(program):
     """The growth of the process's peak since before the first update, nearly all of it activations. The loop and the
     last micro-batch outside of it have separate memory. Fewer samples would be lost in what the framework takes."""

@@ -104,8 +104,6 @@ def test_a_run_that_would_have_too_much_is_ended(measured):
     assert measured["too much at once"].startswith("TooMuchMemory: For 'a test', a trial reached")
 
 
-@pytest.mark.idle
-@pytest.mark.thorough
 def test_a_run_ends_before_it_has_too_much():
     """Before, not after: it is ended while it could not pass the limit before the next look."""
     message, size = alone(reached)

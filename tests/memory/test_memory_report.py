@@ -86,8 +86,6 @@ def assert_predicts(rows, tolerance):
         assert row.intermediate - first.intermediate == pytest.approx(growth, rel=tolerance), row
 
 
-@pytest.mark.idle
-@pytest.mark.thorough
 @pytest.mark.device("memory_report predicts what is measured", ran="an H100, 2026-11-27")
 def test_predicts_what_is_measured():
     """Sizes of 256 and 128 samples are predicted from at most 64. The update's peak hides the memory of few samples."""
@@ -109,8 +107,6 @@ def test_predicts_what_is_measured():
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.idle
-@pytest.mark.thorough
 def test_what_does_not_fit_is_not_run():
     """The limit is some 200 MB below the peak of the whole batch, and above the peak of 8 micro-batches."""
     report = alone(wide_report, ms.PYNATIVE_MODE, [1, 8], 300_000_000)

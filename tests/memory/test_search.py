@@ -114,8 +114,6 @@ def watched(*arguments: Any) -> tuple[int, int, int]:
 SAMPLES = 96
 
 
-@pytest.mark.idle
-@pytest.mark.thorough
 @pytest.mark.parametrize("room", [400_000_000, 600_000_000])
 def test_search_and_training_keep_the_limit_and_use_what_there_is(room):
     """No size that is so much larger that what was found is less than 85 % of it would fit."""

@@ -187,8 +187,6 @@ def trained(tokens: int | str, room: int) -> tuple[int, int]:
     return step.split.max_tokens, own("VmHWM") - before
 
 
-@pytest.mark.idle
-@pytest.mark.thorough
 def test_what_is_found_fits():
     """Training keeps the limit; with twice the tokens it would not."""
     room = 200_000_000

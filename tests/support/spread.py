@@ -4,6 +4,9 @@
 ``@pytest.mark.core(mode="graph", size=[1, 4])`` selects the parameters that always run; ``core("graph-1", "graph-4")``
 selects them by their ids. The others are thorough.
 
+``tests/weekly.txt`` names the tests that only ``bash run.sh test weekly`` runs, with a reason for each. They get the
+marks `weekly` and `thorough` .
+
 ``--minutes 30`` skips the tests that would begin after that time. The groups then take turns: each commit has an order
 of its own, so that the tests that one commit had no time for run at others.
 
@@ -31,6 +34,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 THOROUGH = "thorough"  # the marker of tests that only `bash run.sh test all` runs
+WEEKLY = "weekly"  # the marker of tests that only `bash run.sh test weekly` runs
 
 
 def group_of(item: pytest.Item) -> str:
@@ -85,6 +89,11 @@ def missing_core(items: list[pytest.Item]) -> dict[str, set[str]]:
     return {test: values for test, values in missing.items() if values}
 
 
+def weekly_tests(file: Path) -> dict[str, str]:
+    """The tests that run once a week, and why."""
+    return dict(line.split(": ", 1) for line in file.read_text().splitlines())
+
+
 def known_seconds(file: Path, quick: bool) -> dict[str, float]:
     """The seconds of each group, for its quick tests or for all."""
     rows = (line.split("\t") for line in file.read_text().splitlines()[1:])
@@ -107,6 +116,7 @@ class Spread:
 
     def __init__(self, tests: Path = TESTS) -> None:
         self.known = tests / "groups.tsv"
+        self.weekly = weekly_tests(tests / "weekly.txt")
         self.build = tests.parent / "build"
         self.seconds: dict[str, float] = defaultdict(float)
         self.groups: dict[str, str] = {}
@@ -129,7 +139,10 @@ class Spread:
         if not any("::" in argument for argument in config.args):  # otherwise, not all of a test is here
             self.missing = missing_core(items)
         for item in items:
-            if not is_core(item):
+            is_weekly = item.nodeid.partition("[")[0].removeprefix("tests/") in self.weekly
+            if is_weekly:
+                item.add_marker(WEEKLY)
+            if is_weekly or not is_core(item):
                 item.add_marker(THOROUGH)
         if not config.getoption("loadgroup", False):
             return

@@ -25,7 +25,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.pluginmanager.register(Spread(Path(__file__).parent))
     config.pluginmanager.register(second_runs)
-    for mark in ("thorough", "core"):
+    for mark in ("thorough", "core", "weekly"):
         config.addinivalue_line("markers", mark)
 """
 FILE = """
@@ -53,6 +53,9 @@ def test_quick(shared): pass
 
 @pytest.mark.xdist_group("apart")
 def test_apart(): pass
+
+@pytest.mark.parametrize("number", range(2))
+def test_weekly(number): pass
 """
 
 
@@ -61,6 +64,7 @@ def run(folder: Path, *options: str, file: str = FILE) -> subprocess.CompletedPr
     tests.mkdir(exist_ok=True)
     (tests / "conftest.py").write_text(CONFTEST)
     (tests / "test_it.py").write_text(file)
+    (tests / "weekly.txt").write_text("test_it.py::test_weekly: a reason\n")
     (tests / "groups.tsv").write_text("all\tquick\tgroup\n1\t1\ttest_it\n9\t9\tapart\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadgroup"]
     return subprocess.run(
@@ -84,7 +88,7 @@ def tiers(folder: Path, *options: str) -> list[tuple[str, str]]:
 QUICK = ["test_apart", "test_by_ids[graph-0]", "test_by_ids[pynative-2]", "test_by_values[int]", "test_by_values[str]"]
 QUICK += ["test_quick"]
 THOROUGH = [f"test_by_ids[{one}]" for one in ("graph-1", "graph-2", "pynative-0", "pynative-1")]
-THOROUGH += ["test_by_values[list]", "test_thorough"]
+THOROUGH += ["test_by_values[list]", "test_thorough", "test_weekly[0]", "test_weekly[1]"]
 
 
 def test_tiers_share_the_tests_and_none_is_in_both(tmp_path):
@@ -94,6 +98,7 @@ def test_tiers_share_the_tests_and_none_is_in_both(tmp_path):
     groups = [line.split("\t")[2] for line in (tmp_path / "build" / "groups.tsv").read_text().splitlines()[1:]]
     assert sorted(groups) == ["apart", "test_it", "test_it, fixtures"]
     assert [name for name, _ in tiers(tmp_path, "-m", "not thorough")] == sorted(QUICK)
+    assert [name for name, _ in tiers(tmp_path, "-m", "weekly")] == ["test_weekly[0]", "test_weekly[1]"]
 
 
 @pytest.mark.thorough
