@@ -375,5 +375,4 @@ class SharesOfLosses(KnownShares):
         terms = sums / scale
         loss = ops.reduce_sum(terms * self.loss_weights)
         loss = ops.depend(loss, ops.assign(self.loss_terms, terms))
-        total = counts.at_least(ops.depend(self.window_count, loss) + 0.0, self.min_count)
-        return gradients, scale, loss, ops.logical_and((total >= 0).all(), (total > 0).any())
+        return gradients, scale, loss, counts.any_counted(ops.depend(self.window_count, loss) + 0.0, self.min_count)

@@ -138,6 +138,12 @@ def at_least(total, min_count):
     return ops.select(total < min_count, ops.full_like(total, min_count), total)
 
 
+def any_counted(totals, min_count):
+    """Whether several losses, each with its own total, have anything to divide by: no count is bad, not all are 0."""
+    totals = at_least(totals, min_count)
+    return ops.logical_and((totals >= 0).all(), (totals > 0).any())
+
+
 def one_if_zero(count):
     """The count, or 1 if nothing was counted."""
     return ops.select(count == 0, ops.ones_like(count), count)

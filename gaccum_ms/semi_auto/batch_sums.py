@@ -282,9 +282,7 @@ class WeightedLosses(nn.Cell):
         totals = stack(totals)
         terms = stack(numerators[1:]) / ops.maximum(totals, self.least)
         loss = ops.depend(numerators[0], (ops.assign(self.loss_terms, terms), ops.assign(self.window_count, totals)))
-        least = counts.at_least(totals, self.min_count)
-        counted = ops.logical_and((least >= 0).all(), (least > 0).any())
-        return scale, (loss,), ops.logical_and(counted, ops.isfinite(loss))
+        return scale, (loss,), ops.logical_and(counts.any_counted(totals, self.min_count), ops.isfinite(loss))
 
 
 def parts_of(setup: Setup, spans_batches: bool) -> nn.Cell:
