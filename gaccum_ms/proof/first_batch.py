@@ -6,6 +6,7 @@ equal, is looked at again at the second, fourth and eighth.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -51,7 +52,8 @@ class FirstBatch:
         self._networks = networks
         self._options = options
         self._calls = 0
-        self._before: Inputs | None = None  # an earlier batch, which only another one can tell about
+        # An earlier batch, which only another one can tell about, and its count, where a loop gives numbers.
+        self._before: tuple[Inputs, float | None] | None = None
         self.verdict = Verdict(UNDECIDED, "no batch has been seen")
         if options.check is None:
             self.skip("check=None")
@@ -89,20 +91,25 @@ class FirstBatch:
             self.verdict = Verdict(_SKIPPED, why)
 
     def look(
-        self, inputs: Inputs, axes: Sequence[int] | None, micro_batches: Callable[[], Sequence[Inputs]]
+        self,
+        inputs: Inputs,
+        axes: Sequence[int] | None,
+        micro_batches: Callable[[], Sequence[Inputs]],
+        count: float | None = None,
     ) -> str | None:
         """Look at a batch; returns what is to be said. `axes` : those of samples; None: the inputs are a function's of
-        the user's, and not the network's."""
+        the user's, and not the network's. `count` : the batch's, if a loop gives it; nobody knows that of a few
+        samples."""
         self._calls += 1
         if self.is_over or (self._before is None and self._calls not in _CALLS):
             return None
         earlier, self._before = self._before, None
         try:
-            self.verdict = self._proved(inputs, axes, micro_batches, earlier)
+            self.verdict = self._proved(inputs, axes, micro_batches, earlier, count)
         except Exception as error:  # the network cannot run so, in one of MindSpore's many ways; training goes on
             self.verdict = Verdict(_SKIPPED, f"{type(error).__name__}: {str(error).strip()[:200]}")
         if self.verdict.kind == LATER and earlier is None and axes is not None:
-            self._before = list(inputs)
+            self._before = list(inputs), count
         is_unexplained = self.verdict.kind == DIFFERENT and self.verdict.remedy is None
         # Two batches together may be no batch; and what construct writes has an advice of its own.
         if is_unexplained and (earlier is not None or self._writes_state()):
@@ -117,15 +124,26 @@ class FirstBatch:
         inputs: Inputs,
         axes: Sequence[int] | None,
         micro_batches: Callable[[], Sequence[Inputs]],
-        earlier: Inputs | None,
+        earlier: tuple[Inputs, float | None] | None,
+        count: float | None,
     ) -> Verdict:
         batch = self._batch(inputs, axes, micro_batches)
         if isinstance(batch, Verdict):
             return batch
+        if count is not None:
+            batch.samples = 0
         if earlier is not None:
+            before, count_before = earlier
             batch.decides_among_micro_batches = True
             if len(micro_batches()) < 2:
-                batch.micro_batches, batch.whole = functools.partial(list, [earlier, inputs]), None
+                batch.micro_batches, batch.whole = functools.partial(list, [before, inputs]), None
+            if (count is None) != (count_before is None):
+                return Verdict(_SKIPPED, "some calls give a count, and some do not")
+            if count is not None and count_before is not None:
+                counts = {tuple(map(id, before)): count_before, tuple(map(id, inputs)): count}
+                both = count_before + count
+                counted = lambda *part: counts.get(tuple(map(id, part)), both)  # noqa: E731
+                batch.options = dataclasses.replace(batch.options, count=counted)
         for network in self._networks:
             for parameter in network.get_parameters():
                 if parameter.has_init:
@@ -150,7 +168,7 @@ class FirstBatch:
         ):
             if any(batch_norm_names(network, as_now=True) for network in self._networks):
                 return Verdict(_SKIPPED, "a BatchNorm layer has no evaluation mode")
-            rule = Rule(self._options, self._function, batch.axes)
+            rule = Rule(batch.options, self._function, batch.axes)
             return judge(batch, Evaluation(rule, noise, put_back, self._tolerance(batch.inputs)))
 
     def _tolerance(self, inputs: Inputs) -> float:

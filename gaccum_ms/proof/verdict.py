@@ -77,7 +77,7 @@ def judge(batch: Batch, evaluation: Evaluation) -> Verdict:
     differ = [each for each in (group, comparison) if each is not None and each.off.any()]
     remedy = _remedy(batch, differ, group, evaluation)
     if not group.off.any() and remedy is None:
-        return _equal(group, why or "few samples show another loss")
+        return _equal(group, (why or "few samples show another loss") if batch.samples else "")
     if remedy is None:
         remedy = _of_inputs(batch, group, evaluation)
     return Verdict(DIFFERENT, _measured(differ[0]), remedy)

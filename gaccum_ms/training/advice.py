@@ -109,12 +109,18 @@ class LossAdvice:
         self._waiting = [] if is_told else self._waiting
         self.is_over = self._batches < 1 and (self.proof.is_over or (is_told and self.proof.waits))
 
-    def look_in_loop(self, batch: Sequence[Any]) -> None:
-        """The same for a batch of a loop, which is a micro-batch of its window."""
+    def look_in_loop(self, batch: Sequence[Any], count: ms.Tensor | None = None) -> None:
+        """The same for a batch of a loop, which is a micro-batch of its window. `count` : the batch's, if the loop
+        gives it; what is known of losses is then not looked at."""
         samples = batch[0].shape[0]
         has_samples = [isinstance(value, ms.Tensor) and value.ndim > 0 and len(value) == samples for value in batch]
         axes = [0 if of_samples else UNCUT for of_samples in has_samples]
-        self.look(batch, axes, lambda: [batch])
+        if count is None:
+            self.look(batch, axes, lambda: [batch])
+        elif not self.proof.is_over:
+            text = self.proof.look(batch, axes, lambda: [batch], float(count.asnumpy()))
+            if text is not None:
+                warn_user(text)
 
     def _of_known_losses(self, batch: Sequence[Any] | None) -> list[str]:
         if self.proof.told or self._batches < 1 or (batch is None and self._losses is not None):

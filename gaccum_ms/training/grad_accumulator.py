@@ -84,7 +84,8 @@ class GradAccumulator(nn.Cell):
             `mindspore.experimental.optim.lr_scheduler` for the optimizer, stepped once per update, in this order.
             Checkpoints hold their state, and :func:`resume` restores it. Default: ``None`` .
         check (str, optional): Measure the loss of a function of :meth:`value_and_grad` at the first batch, as in
-            :class:`GradAccumulationCell` , where batches get no count. Default: ``"first_batch"`` .
+            :class:`GradAccumulationCell` ; where calls give a `count` , at the second batch. Default:
+            ``"first_batch"`` .
 
     Inputs:
         - **gradients** (tuple[Tensor]) - The gradients of the batch's loss: one for each of the optimizer's parameters,
@@ -358,9 +359,11 @@ class GradAccumulator(nn.Cell):
         if loss is not None:
             loss = checked_loss(loss)
         rule = COUNTS
-        if count is None:
+        if count is not None:
+            calls.look(gradients, count)
+        else:
             rule, samples = self.rule_without_count, calls.samples_of(gradients) if self.loss_is_mean else None
-            calls.look()
+            calls.look(gradients, None)
             if samples is not None:
                 count, rule = ms.Tensor(samples, ms.float32), SAMPLES
                 self.run_record.note_batch(samples)

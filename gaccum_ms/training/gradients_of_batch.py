@@ -53,10 +53,14 @@ class CallsOfFunctions:
             )
         return next(iter(self._samples), None)
 
-    def look(self) -> None:
-        """Warn of losses that must be counted, and are not."""
+    def look(self, gradients: Sequence[ms.Tensor], count: ms.Tensor | None) -> None:
+        """Warn of losses that must be counted, and are not, or by another count. `count` : that of the gradients."""
+        is_of_batch = isinstance(gradients, GradientsOfBatch) and len(self._batches) == 1
         for advice, batch in self._batches.items():
-            advice.look_in_loop(batch)
+            if count is None or is_of_batch:
+                advice.look_in_loop(batch, count)
+            else:
+                advice.proof.skip("the gradients that are counted are computed from those of a function")
 
 
 def value_and_grad(

@@ -15,7 +15,7 @@ from gaccum_ms.backend import without_effect
 from gaccum_ms.backend.noise_of_rows import ReachesOtherRanks, noise_of_rows
 from gaccum_ms.proof import first_batch
 from gaccum_ms.proof.first_batch import FirstBatch
-from gaccum_ms.proof.samples import few
+from gaccum_ms.proof.samples import _MOST_READ, few
 from gaccum_ms.splitting.even_split import cut, cut_axes, plan_split
 from gaccum_ms.training.python_split import micro_batches_of
 from tests.proof import losses
@@ -38,7 +38,8 @@ def proved(case: Case, **more) -> tuple[FirstBatch, str | None]:
         plan = plan_split([value.shape for value in inputs], 4, None, options.shared, options.axis)
         parts = cut(inputs, plan, cut_axes(len(inputs), options.shared, options.axis))
     proof = FirstBatch("GradAccumulationCell", network, [network], options)
-    batch = inputs, cut_axes(len(inputs), options.shared, options.axis), lambda: parts
+    is_known = options.trims or not options.splits_in_python  # as in a step: what a function cuts has no axes
+    batch = inputs, cut_axes(len(inputs), options.shared, options.axis) if is_known else None, lambda: parts
     proof.again = lambda: proof.look(*batch)
     return proof, proof.again()
 
@@ -83,6 +84,56 @@ def test_a_remedy_must_fit_the_micro_batches_too(pynative):
     assert {*np.concatenate(chosen)} == {*first, *second}
     _, text = proved(case_of(Weighed(), x, right, other))
     assert "count=CountMask(position=1)." in text
+
+
+def test_a_remedy_of_the_few_samples_alone_is_no_remedy(pynative):
+    """A mask that the loss does not know fits the few samples, and no micro-batch."""
+    x, y = losses.X, losses.TARGET
+    mask = np.random.default_rng(1).uniform(0.2, 3, (len(x), 1)).astype(np.float32)
+    inputs = [Tensor(value) for value in (x, y, mask.repeat(_MOST_READ + 1, 1))]  # so large that it chooses no sample
+    network = losses.RootOfMean()
+    parts = next(few(inputs, (0, 0, 0), 5))
+    first, second, whole = (
+        float(network(Tensor(x[rows]), Tensor(y[rows])).asnumpy()) for rows in (*parts, np.concatenate(parts))
+    )
+    share = (whole - second) / (first - second)
+    mask[parts[0]], mask[parts[1]] = share / len(parts[0]), (1 - share) / len(parts[1])
+
+    class Masked(losses.RootOfMean):
+        def construct(self, x, y, mask):
+            return super().construct(x, y)
+
+    masked = Masked()
+    ms.load_param_into_net(masked, network.parameters_dict())
+    _, text = proved(case_of(masked, x, y, mask.repeat(_MOST_READ + 1, 1)))
+    assert losses.BATCH in text and "This was tried" not in text, text
+
+
+def cut_by_hand(x, y):
+    """Micro-batches of different sizes."""
+    return [(x[:3], y[:3]), (x[3:], y[3:])]
+
+
+def test_what_a_function_cuts_is_compared_with_the_raw_batch(pynative):
+    right, wrong = RIGHT["MeanOfSquares"], WRONG["SumOfSquares"]
+    proof, text = proved(Case(right.network, right.inputs, {"split": cut_by_hand}))
+    assert text is None and proof.verdict.kind == "equal", proof
+    proof, text = proved(Case(wrong.network, wrong.inputs, {"split": cut_by_hand}))
+    assert "This was tried" in text and wrong.remedy in text
+    assert f"parts of 3, {len(wrong.inputs[0]) - 3} sample(s)" in text
+
+
+@pytest.mark.parametrize(
+    ("split", "why"),
+    [
+        (lambda *batch: [[value[row : row + 1] for value in batch] for row in range(9)], "is too large"),
+        (lambda x, y: [(x[:8], y[:8]), (2 * x[8:], y[8:])], "makes other samples"),
+    ],
+)
+def test_what_a_function_cuts_may_not_be_compared(split, why, pynative):
+    wrong = WRONG["SumOfSquares"]
+    proof, text = proved(Case(wrong.network, wrong.inputs, {"split": split}))
+    assert text is None and str(proof).startswith("skipped: ") and why in str(proof), proof
 
 
 def test_parameters_that_are_large_are_not_copied_and_then_must_not_be_written(pynative, monkeypatch):

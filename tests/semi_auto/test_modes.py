@@ -181,6 +181,7 @@ def compiled(monkeypatch):
 def test_the_adding_graph_and_the_updating_one_take_turns(monkeypatch, compiled, tmp_path):
     """The graphs need devices, and are not run; the order of their calls is Python's."""
     step = make_step(micro_size=2, accumulation_steps=3)
+    assert "skipped: the compiler distributes" in str(step.run_record)
     calls = []
 
     def added(*inputs):

@@ -190,6 +190,29 @@ def test_what_is_known_of_a_loss_is_said_before_its_window_ends(batches, pynativ
     assert "CountNotIgnored()" in text and MEASURED not in text
 
 
+def loop_of(network, count, gradients_of=lambda gradients: gradients):
+    """A loop that gives its own counts, and its accumulator."""
+    accumulator = GradAccumulator(nn.SGD(network.trainable_params(), 0.01), 2, jit=False)
+    grad_fn = accumulator.value_and_grad(network)
+    return lambda x, y: accumulator(gradients_of(grad_fn(x, y)[1]), count(x, y)), accumulator
+
+
+def test_the_counts_that_a_loop_gives_are_measured(pynative):
+    halves = (X[:4], LABELS[:4]), (X[4:], LABELS[4:])
+    loop, accumulator = loop_of(Loss(kept_labels, 3), CountNotIgnored())
+    assert texts_of(loop, *halves, *halves) == []
+    assert "equal: parts of 4, 4 sample(s)" in str(accumulator.run_record)
+    loop, accumulator = loop_of(Loss(kept_labels, 3), lambda x, y: len(y))
+    (text,) = texts_of(loop, *halves, *halves)
+    assert MEASURED in text and "accumulator(gradients, gaccum_ms.CountNotIgnored()(*batch))" in text
+
+
+def test_a_loop_that_counts_what_it_has_computed_from_gradients_is_not_measured(pynative):
+    loop, accumulator = loop_of(Loss(sum_of_squares), lambda x, y: len(y), lambda gradients: tuple(gradients))
+    assert texts_of(loop, (X, Y)) == []
+    assert "skipped: the gradients that are counted" in str(accumulator.run_record)
+
+
 # -- where it is left out ----------------------------------------------------------------------------------------------
 
 
