@@ -7,6 +7,7 @@ general way to copy them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -124,4 +125,5 @@ def _view(tensor: ms.Tensor) -> np.ndarray:
 
 
 def _bits(value: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint64 if value.nbytes % 8 == 0 else np.uint8)
+    """As integers, the widest that the size allows, which compare fastest."""
+    return np.ascontiguousarray(value).reshape(-1).view(f"u{math.gcd(value.nbytes, 8)}")

@@ -140,10 +140,8 @@ class FirstBatch:
             if (count is None) != (count_before is None):
                 return Verdict(_SKIPPED, "some calls give a count, and some do not")
             if count is not None and count_before is not None:
-                counts = {tuple(map(id, before)): count_before, tuple(map(id, inputs)): count}
-                both = count_before + count
-                counted = lambda *part: counts.get(tuple(map(id, part)), both)  # noqa: E731
-                batch.options = dataclasses.replace(batch.options, count=counted)
+                count_of = _count_of(before, count_before, inputs, count)
+                batch.options = dataclasses.replace(batch.options, count=count_of)
         for network in self._networks:
             for parameter in network.get_parameters():
                 if parameter.has_init:
@@ -227,6 +225,12 @@ def _in_loop(remedy: str) -> str:
     if remedy.startswith("count=") and remedy != "count=None":
         return f"a count for each call, accumulator(gradients, gaccum_ms.{remedy.removeprefix('count=')}(*batch))"
     return remedy
+
+
+def _count_of(before: Inputs, count_before: float, inputs: Inputs, count: float) -> Callable[..., float]:
+    """The count of two batches of a loop: of each, known by its own Tensors, and of both together."""
+    counts = {tuple(map(id, before)): count_before, tuple(map(id, inputs)): count}
+    return lambda *part: counts.get(tuple(map(id, part)), count_before + count)
 
 
 def _layers_with_modes(network: nn.Cell) -> list[nn.Cell]:

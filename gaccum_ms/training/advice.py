@@ -80,10 +80,9 @@ class LossAdvice:
     ) -> None:
         self._make = functools.partial(KnownLosses, owner, function, counts)
         self._losses: KnownLosses | None = None
-        self._batches = batches
+        self._window = self._batches = batches
         self._told: set[str] = set()
         self._waiting: list[str] = []  # for what the proof says of the next batch
-        self._may_wait = max(1, batches - 1)  # so many batches, so that a window's end has told it
         self.proof = proof
         self.is_over = False  # whether all batches have been looked at that tell anything
 
@@ -102,12 +101,13 @@ class LossAdvice:
         self._waiting += self._of_known_losses(batch)
         if self.proof.told:
             self._waiting = []
-        waits, self._may_wait = self.proof.waits and self._may_wait > 0, self._may_wait - 1
-        is_told = bool(self._waiting) and not waits
-        for advice in self._waiting if is_told else ():
-            warn_user(advice)
-        self._waiting = [] if is_told else self._waiting
-        self.is_over = self._batches < 1 and (self.proof.is_over or (is_told and self.proof.waits))
+        waits = self.proof.waits and (self._batches > 0 or self._window < 2)  # after a window no batch may come
+        tells = bool(self._waiting) and not waits
+        if tells:
+            for advice in self._waiting:
+                warn_user(advice)
+            self._waiting = []
+        self.is_over = self._batches < 1 and (self.proof.is_over or (tells and self.proof.waits))
 
     def look_in_loop(self, batch: Sequence[Any], count: ms.Tensor | None = None) -> None:
         """The same for a batch of a loop, which is a micro-batch of its window. `count` : the batch's, if the loop

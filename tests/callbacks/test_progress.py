@@ -187,8 +187,9 @@ model.fit(2, *data, callbacks=[ProgressBar(refresh_seconds=0)])
 
 @pytest.mark.thorough
 @pytest.mark.distributed
-def test_a_notebook_shows_the_bar_as_a_widget():
-    """A kernel runs the cell, as in a notebook."""
+@pytest.mark.parametrize("before", ["", "import sys; sys.modules['ipywidgets'] = None"])
+def test_a_notebook_shows_the_bar(before):
+    """As a widget, or as text where ipywidgets are missing. A kernel runs the cell, as in a notebook."""
     for module in ("ipykernel", "ipywidgets"):
         pytest.importorskip(module, reason=f"{module} is in the extra 'test'")
     from jupyter_client.manager import start_new_kernel
@@ -196,12 +197,13 @@ def test_a_notebook_shows_the_bar_as_a_widget():
     manager, client = start_new_kernel()
     messages = []
     try:
-        client.execute_interactive(NOTEBOOK, timeout=300, output_hook=messages.append)
+        client.execute_interactive(f"{before}\n{NOTEBOOK}", timeout=300, output_hook=messages.append)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
     contents = [message["content"] for message in messages]
-    assert any("application/vnd.jupyter.widget-view+json" in content.get("data", ()) for content in contents)
+    is_widget = any("application/vnd.jupyter.widget-view+json" in content.get("data", ()) for content in contents)
+    assert is_widget == (not before)
     texts = json.dumps(contents, ensure_ascii=False, default=str).replace("\u2007", " ")  # tqdm's space in HTML
     assert "Epoch 2/2 " in texts
     assert all(f" {number}/8 " in texts for number in range(9)), texts
