@@ -2,7 +2,7 @@
 # bash run.sh [options] [script] [its arguments]     train the sample, or run a script, on 8 processes
 # bash run.sh sample NAME [its options]              train one of sample_code/ in this process
 # bash run.sh check                                  say what this machine can train on
-# bash run.sh test [all | rest]                      the quick tests, on all cores; the thorough ones too, or alone
+# bash run.sh test                                   all tests but the weekly ones, on all cores
 # bash run.sh test parallel | device | mutations     graphs for 8 devices; tests on devices; faults they must find
 # bash run.sh test weekly                            the tests of tests/weekly.txt, which none of the above runs
 # bash run.sh test [arguments of pytest]             some of all tests, in one process
@@ -79,11 +79,8 @@ test)
     use "test${EXTRAS:+,$EXTRAS}" pytest grimp pytest_rerunfailures xdist sklearn tensorboardX matplotlib mindcv \
         myst_parser selenium sphinx_copybutton sphinx_reredirects ${EXTRAS//,/ }
     cd "$here"
-    all=(-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder --durations 25)
     case ${2-} in
-    '') tests=("${all[@]}" -m "not thorough") ;;
-    all) tests=("${all[@]}" -m "not weekly") ;;
-    rest) tests=("${all[@]}" -m "thorough and not weekly") ;;
+    '') tests=(-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder --durations 25 -m "not weekly") ;;
     weekly) tests=(-m pytest -m weekly) ;; # in one process: some measure memory
     parallel) tests=(-m pytest tests/semi_auto) ;;
     device) tests=(tests/device/report.py) ;;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import math
 import os
 
 import mindspore as ms
@@ -23,7 +22,6 @@ environment.of_tests()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--minutes", type=float, default=math.inf, help="skip the tests that would begin later")
     parser.addoption("--rounds", type=int, default=1, help="how often a launch is ended in each way")
 
 

@@ -1,0 +1,33 @@
+"""Each planted fault is one that `mutations.py` can try."""
+
+from __future__ import annotations
+
+import pytest
+from _pytest.mark import KeywordMatcher
+from _pytest.mark.expression import Expression
+
+from tests.mutations import FAULTS, PACKAGE
+
+
+def test_the_right_code_of_each_fault_is_in_its_file_once():
+    numbers = {fault.what: (PACKAGE / fault.file).read_text().count(fault.right) for fault in FAULTS}
+    assert {what: number for what, number in numbers.items() if number != 1} == {}
+
+
+def test_each_fault_names_a_test_that_runs_at_each_commit(request):
+    """The tests are those that pytest has collected."""
+    options = request.config.option
+    if request.config.args != ["tests"] or options.keyword or options.markexpr != "not weekly":
+        pytest.skip("only `bash run.sh test` collects all tests")
+    unknown = []
+    for fault in FAULTS:
+        paths, _, words = fault.tests.partition(" -k ")
+        expression = Expression.compile(words.strip("'")) if words else None
+        files = tuple(f"tests/{path}" for path in paths.split())
+        if not any(
+            item.nodeid.startswith(files)
+            and (expression is None or expression.evaluate(KeywordMatcher.from_item(item)))
+            for item in request.session.items
+        ):
+            unknown.append((fault.what, fault.tests))
+    assert unknown == []
