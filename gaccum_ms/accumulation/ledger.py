@@ -234,8 +234,13 @@ class DividedAfterwards(Ledger):
         """The end of a window: reduce gradients and sums over ranks. Gradients and loss are multiples of `unit` , this
         rank's own. Returns the gradients' sums times the loss scale, their divisor, the loss, and whether there is
         anything to divide by."""
-        # Zero if this rank has counted nothing: it then has no unit.
-        rescale = counts.ratio_or_zero(scale, unit)
+        gradients, sums, over_ranks = self.reduced(gradients, sums, counts.ratio_or_zero(scale, unit))
+        loss, divisor, counted = self.divided(sums, over_ranks, scale)
+        return gradients, divisor, loss, counted
+
+    def reduced(self, gradients, sums, rescale):
+        """Gradients and sums over ranks, and this rank's sums, times the loss scale in the place of the unit. `rescale`
+        is zero if this rank has counted nothing: it then has no unit."""
         sums = sums * ops.stack((rescale, ops.ones_like(rescale), ops.ones_like(rescale)))
         if self.counts_batches:
             batches = ops.cast(ops.depend(self.open.window_position, sums), ms.float32)
@@ -244,27 +249,31 @@ class DividedAfterwards(Ledger):
             sums = ops.concat((sums, ops.depend(self.noise.window_squares, sums) + 0.0))
         gradients = self.map(ops.partial(scale_by, rescale), gradients)
         gradients, over_ranks = self.sum_over_ranks(gradients, sums)
+        return gradients, sums, over_ranks
+
+    def divided(self, sums, over_ranks, scale):
+        """The loss, the gradients' divisor, and whether there is anything to divide by."""
         all_sums = ops.unstack(over_ranks[:SUMS])
         total, dropped = all_sums[COUNT], all_sums[DROPPED]
-        reported = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
-        loss, count = reported[LOSS], counts.at_least(reported[COUNT], self.min_count)
-        least = counts.at_least(total, self.min_count)
+        items, counted = counts.divisor_of(total, self.min_count)
         if self.counts_batches:
-            least = ops.select(ops.unstack(over_ranks)[SUMS] > 0, least, ops.zeros_like(least))
-        divisor = ops.select(least > 0, least, ops.ones_like(least)) * scale / self.factor
+            counted = ops.logical_and(counted, ops.unstack(over_ranks)[SUMS] > 0)
+        reported = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
+        count = counts.at_least(reported[COUNT], self.min_count)
+        divisor = items * scale / self.factor
         if not self.divides:
             count = ops.ones_like(count)
             divisor = scale * self.ranks / self.factor
         if self.has_rule:
             count, divisor = self.by_rule(count, divisor, scale)
-        loss = counts.ratio_or_zero(loss / scale, count)
+        loss = counts.ratio_or_zero(reported[LOSS] / scale, count)
         loss = ops.depend(loss, ops.assign(self.window_count, total))
         loss = ops.depend(loss, ops.assign(self.dropped_micro_batches, dropped))
         if self.records_noise:
             # A sum that is divided by more than its items is no mean, from which no noise is known.
-            items = ops.select(least > total, ops.zeros_like(total), total)
-            loss = ops.depend(loss, self.noise.keep(over_ranks[self.noise_from :], items))
-        return gradients, divisor, loss, least > 0
+            of_mean = ops.select(items > total, ops.zeros_like(total), total)
+            loss = ops.depend(loss, self.noise.keep(over_ranks[self.noise_from :], of_mean))
+        return loss, divisor, counted
 
     def by_rule(self, count, divisor, scale):
         """The divisors of a loop's loss and gradients. Without counts, and with ``gradients_mean=False`` , ranks are

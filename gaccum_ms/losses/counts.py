@@ -138,6 +138,24 @@ def at_least(total, min_count):
     return ops.select(total < min_count, ops.full_like(total, min_count), total)
 
 
+def divisor_of(total, min_count):
+    """What the sums over a total of items are divided by, and whether there is anything to divide."""
+    total = at_least(total, min_count)
+    counted = total > 0
+    return ops.select(counted, total, ops.ones_like(total)), counted
+
+
+def quotient_or_zero(counted, divisor, value):
+    """``value / divisor``, or zero if nothing was counted."""
+    return ops.select(counted, value / divisor, ops.zeros_like(value))
+
+
+def ratio_or_zero(value, count):
+    """``value / count``, or zero if the count is zero."""
+    divisor, counted = divisor_of(count, None)
+    return quotient_or_zero(counted, divisor, value)
+
+
 def any_counted(totals, min_count):
     """Whether several losses, each with its own total, have anything to divide by: no count is bad, not all are 0."""
     totals = at_least(totals, min_count)
@@ -147,10 +165,3 @@ def any_counted(totals, min_count):
 def one_if_zero(count):
     """The count, or 1 if nothing was counted."""
     return ops.select(count == 0, ops.ones_like(count), count)
-
-
-def ratio_or_zero(value: ms.Tensor, count: ms.Tensor) -> ms.Tensor:
-    """``value / count``, or zero if the count is zero."""
-    counted = count > 0
-    divisor = ops.select(counted, count, ops.ones_like(count))
-    return ops.select(counted, value / divisor, ops.zeros_like(value))

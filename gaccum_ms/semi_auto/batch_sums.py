@@ -163,10 +163,9 @@ class Fraction(Numerators):
 
     def divided(self, numerators, total):
         """The loss and the outputs of shape (), what they were divided by, and whether anything was counted."""
-        total = counts.at_least(total, self.min_count)
-        counted = total > 0
-        divisor = ops.ones_like(total) if self.is_plain_sum else ops.select(counted, total, 1.0)
-        return each(ops.partial(quotient_or_zero, counted, divisor), numerators), divisor, counted
+        divisor, counted = counts.divisor_of(total, self.min_count)
+        divisor = ops.ones_like(divisor) if self.is_plain_sum else divisor
+        return each(ops.partial(counts.quotient_or_zero, counted, divisor), numerators), divisor, counted
 
     def finished(self, numerators, totals, unit, scale):
         total = ops.depend(totals[0], ops.assign(self.window_count, totals[0]))
@@ -358,10 +357,6 @@ def outputs_of(result):
 def times(factor, number):
     """No operator for a factor of 1."""
     return number if isinstance(factor, float) and factor == 1.0 else number * factor
-
-
-def quotient_or_zero(counted, divisor, numerator):
-    return ops.select(counted, numerator / divisor, 0.0)
 
 
 def factor_of(least, weight, total):
