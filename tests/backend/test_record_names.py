@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-import pytest
 from mindspore import Tensor, nn
 
 from gaccum_ms import CountMask
@@ -35,8 +34,7 @@ def make_step(names=("weight",)):
     return reference.make_step(Named(names), lambda weights: nn.Momentum(weights, 0.05, 0.9), scale, **options)
 
 
-@pytest.mark.core(mode="pynative")
-def test_weights_that_are_named_as_records_train_and_are_saved(mode, tmp_path):
+def test_weights_that_are_named_as_records_train_and_are_saved(pynative, tmp_path):
     """The weights have the names of all records. Each gets the same value as in a network with other names."""
     counted = reference.make_step(Named(), micro_size=2, count=CountMask(0))
     names = {one.name for step in (make_step(), counted) for one in step.get_parameters()}

@@ -99,10 +99,8 @@ def shifted_by_hand(gradients, _):
 LINKS = {
     "front": (lambda: [ClipByGlobalNorm(0.2)], lambda: [by_hand.global_norm(0.2)]),
     "global norm": (lambda: [shifted, ClipByGlobalNorm(0.2)], lambda: [shifted_by_hand, by_hand.global_norm(0.2)]),
-    "value": (lambda: [ClipByValue(0.02, -0.05)], lambda: [by_hand.value(-0.05, 0.02)]),
     "adaptive": (lambda: [AdaptiveGradientClip(0.05)], lambda: [by_hand.adaptive(0.05)]),
     "median": (lambda: [SkipSpikes(**SPIKES)], lambda: [by_hand.spikes(3.0, history=4, warmup=2)]),
-    "fixed norm": (lambda: [SkipSpikes(norm=3.0)], lambda: [by_hand.spikes(norm=3.0)]),
     "all": (
         lambda: [
             SkipSpikes(**SPIKES),
@@ -169,7 +167,6 @@ def by_rules_of(name):
 
 
 # In graph mode, one chain has all links.
-@pytest.mark.core(name=["front", "fixed norm", "all"])
 @pytest.mark.parametrize("name", LINKS)
 def test_equals_the_rule_on_whole_batches(name):
     ms.set_context(mode=ms.GRAPH_MODE if name == "all" else ms.PYNATIVE_MODE)
@@ -177,20 +174,9 @@ def test_equals_the_rule_on_whole_batches(name):
     rows = run(step, data())
     assert_same(rows, by_rules_of(name))
     assert relative_error(rows[-1], by_rules_of(None)[-1]) > 1e-2  # the rule did something
-    if name in ("median", "fixed norm", "all"):
+    if name in ("median", "all"):
         assert int(step.skipped_updates.asnumpy()) == 2
         assert int(step.update_count.asnumpy()) == 7
-
-
-def test_the_order_of_the_chain_matters():
-    """The same two links in both orders; the test above checks the result of each."""
-    rules = [by_hand.global_norm(0.1), by_hand.value(-0.05, 0.05)]
-    orders = [whole(order, data(3, ())) for order in (rules, rules[::-1])]
-    assert relative_error(orders[0][-1], orders[1][-1]) > 1e-3
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    clips = [lambda: ClipByGlobalNorm(0.1), lambda: ClipByValue(0.05)]
-    for expected, makes in zip(orders, (clips, clips[::-1]), strict=True):
-        assert_same(run(make_step(*(make() for make in makes)), data(3, ())), expected)
 
 
 def test_max_grad_norm_comes_first_and_is_the_clip_at_the_front(pynative):
@@ -207,25 +193,10 @@ def test_adaptive_clipping_leaves_out_what_is_excluded(pynative):
     assert_same(run(step, data(4)), whole([by_hand.adaptive(0.05, exclude=[1])], data(4)))
 
 
-@pytest.mark.thorough
-def test_adaptive_clipping_of_filters(pynative):
-    """A unit of a convolution is a filter, as in the paper."""
-    network = make_network("conv")
-    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
-    reference = make_network("conv")
-    by_rule = ByHand(momentum(reference), [by_hand.adaptive(0.02)])
-    expected = train_whole(nn.WithLossCell(reference, nn.CrossEntropyLoss()), by_rule, batches(8, 3))
-    step = make_step(AdaptiveGradientClip(0.02), network=loss_cell)
-    assert_same(run(step, batches(8, 3)), expected)
-
-
 # -- averages ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="pynative")
-@pytest.mark.parametrize(
-    ("warmup", "mode"), [(False, "pynative"), (True, "pynative"), (3.0, "pynative"), (3.0, "graph")], indirect=["mode"]
-)
+@pytest.mark.parametrize(("warmup", "mode"), [(True, "pynative"), (3.0, "graph")], indirect=["mode"])
 def test_averages_are_those_of_whole_batches(warmup, mode):
     network = Regression()
     optimizer = ByHand(momentum(network), [])
@@ -239,8 +210,6 @@ def test_averages_are_those_of_whole_batches(warmup, mode):
         assert mine.dtype == ms.float32
         assert relative_error(as_numpy(mine), expected) < TOLERANCE
         assert mine.name.startswith(own("average."))
-    last = by_hand.Average(optimizer.weights(), 0.5)  # a control: the last weights are not their average
-    assert relative_error(as_numpy(transform.averages[0]), last.values[0]) > 1e-3
 
 
 def test_averages_begin_with_the_weights_before_the_first_update(pynative):
@@ -292,10 +261,9 @@ def test_buffers_are_averaged_on_request(pynative):
 
 def test_averages_of_narrow_weights_are_float32(pynative):
     network = make_network("cast_weights", ms.bfloat16)
-    cell = GradAccumulationCell(
-        nn.WithLossCell(network, nn.CrossEntropyLoss()), 2, transforms=(ClipByValue(0.5), WeightAverage(0.5))
-    )
-    step = TrainOneStepWithGradAccumulationCell(cell, PlainSGD(0.5, network.trainable_params())).set_train()
+    loss = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    links = ClipByValue(0.5), WeightAverage(0.5)
+    step = make_step(*links, network=loss, micro_size=2, optimizer=functools.partial(PlainSGD, 0.5))
     before = as_numpy(network.out)
     step(*map(Tensor, batches(8, 1)[0]))
     after = as_numpy(network.out)
@@ -359,33 +327,13 @@ def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer(pynativ
     assert all(not np.array_equal(before[name], after[name]) for name in judged)
 
 
-def test_a_norm_that_is_not_finite_is_left_out(pynative):
-    """Without a loss scale, nothing else checks the gradient."""
-    step = make_step(SkipSpikes(10.0))
-    x, y = data(1)[0]
-    run(step, [(x, y), (x * np.nan, y)])
-    assert np.isfinite(weights_of(step)).all()
-    assert int(step.skipped_updates.asnumpy()) == 1
-    assert int(step.update_count.asnumpy()) == 1
-
-
-@pytest.mark.parametrize(
-    "link",
-    [ClipByValue(0.5), ClipByValue(0.5, -0.25), ClipByGlobalNorm(1.0)],
-    ids=["value", "two values", "norm"],
-)
-def test_nan_stays_nan(link, pynative):
-    (clipped,) = link((Tensor([np.nan, np.inf, 0.25, -np.inf], ms.float32),))
-    assert np.isnan(clipped.asnumpy()[0])
-    if isinstance(link, ClipByValue):
-        np.testing.assert_array_equal(clipped.asnumpy()[1:], [0.5, 0.25, link.low.asnumpy()])
-
-
-def test_units_of_nan_stay_nan(pynative):
+def test_nan_stays_nan(pynative):
+    gradients = (Tensor([np.nan, np.inf, 0.25, -np.inf], ms.float32),)
+    np.testing.assert_array_equal(ClipByValue(0.5, -0.25)(gradients)[0].asnumpy(), [np.nan, 0.5, 0.25, -0.25])
+    assert np.isnan(ClipByGlobalNorm(1.0)(gradients)[0].asnumpy()[0])
     step = make_step(AdaptiveGradientClip(0.01))
     x, y = data(1)[0]
-    x[0, 0] = np.nan
-    step(Tensor(x), Tensor(y))
+    step(Tensor(x * np.nan), Tensor(y))
     assert np.isnan(as_numpy(step.weights[0])).any()
 
 
@@ -472,14 +420,11 @@ def test_the_monitor_records_what_was_left_out(pynative):
 # -- bad arguments -----------------------------------------------------------------------------------------------------
 
 BAD = {
-    "no tuple": (lambda: make_step_of(ClipByValue(1.0)), TypeError, "'transforms' must be a tuple of Transforms"),
     "a class": (lambda: make_step_of((ClipByValue,)), TypeError, "'transforms' must be a tuple of Transforms"),
     "norm of a text": (lambda: ClipByGlobalNorm("1"), TypeError, "'max_norm' must be a float, but got '1'"),
-    "negative norm": (lambda: ClipByGlobalNorm(-1.0), ValueError, "must be positive and finite, but got -1.0"),
     "empty interval": (lambda: ClipByValue(-1.0), ValueError, "got min_value=1.0 and max_value=-1.0"),
     "infinite value": (lambda: ClipByValue(np.inf), ValueError, "'max_value' must be finite, but got inf"),
     "zero eps": (lambda: AdaptiveGradientClip(eps=0), ValueError, "'eps' must be positive and finite, but got 0"),
-    "no Parameters": (lambda: AdaptiveGradientClip(exclude=["w"]), TypeError, "'exclude' must be a sequence of Param"),
     "not trained": (
         lambda: make_step(AdaptiveGradientClip(exclude=[ms.Parameter(Tensor(1.0), name="other")])),
         ValueError,
@@ -487,7 +432,6 @@ BAD = {
     ),
     "no limit": (SkipSpikes, ValueError, "at least one of 'factor' .* must be given"),
     "small factor": (lambda: SkipSpikes(0.5), ValueError, "'factor' must be more than 1, .* but got 0.5"),
-    "history": (lambda: SkipSpikes(2.0, history=0), ValueError, "'history' must be at least 1, but got 0"),
     "spikes behind a clip": (
         lambda: make_step(ClipByValue(1.0), ClipByGlobalNorm(1.0), SkipSpikes(2.0)),
         ValueError,
@@ -499,8 +443,6 @@ BAD = {
         "got it behind 'max_grad_norm'",
     ),
     "decay": (lambda: WeightAverage(1.0), ValueError, "'decay' must be at least 0 and less than 1, but got 1.0"),
-    "warmup": (lambda: WeightAverage(warmup="3"), TypeError, "'warmup' must be a float, but got '3'"),
-    "no warmup": (lambda: WeightAverage(warmup=0.0), ValueError, "'warmup' must be positive and finite, but got 0.0"),
     "two averages": (
         lambda: make_step(WeightAverage(0.9), WeightAverage(0.99)),
         ValueError,
@@ -543,15 +485,10 @@ def only_one(gradients):
     return gradients[:1]
 
 
-def no_tuple(gradients):
-    return gradients[0]
-
-
-@pytest.mark.parametrize(("function", "words"), [(only_one, "but got 1 of shapes"), (no_tuple, "but got no tuple")])
-def test_a_function_that_returns_something_else_is_refused_before_anything_changes(function, words, pynative):
-    step = make_step(function)
+def test_a_function_that_returns_something_else_is_refused_before_anything_changes(pynative):
+    step = make_step(only_one)
     before = everything(step)
-    with pytest.raises(ValueError, match=f"must return a tuple .* {words} .*from '{function.__name__}'"):
+    with pytest.raises(ValueError, match=r"must return a tuple .* but got 1 of shapes .*from 'only_one'"):
         step(*map(Tensor, data(1)[0]))
     assert_identical(before, everything(step), but={own("random_state")})
 
@@ -588,7 +525,6 @@ def test_a_transform_of_ones_own():
     assert own("made") in {one.name for one in step.get_parameters()}
 
 
-@pytest.mark.thorough
 def test_a_search_for_a_size_tries_them_without_using_them(pynative):
     """Before and after the step is built: trials have their own links."""
     network = Regression()
