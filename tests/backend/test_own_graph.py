@@ -1,4 +1,4 @@
-"""Python runs graphs compiled or eagerly, to their end, and without other ranks."""
+"""Python runs graphs to their end, and without other ranks."""
 
 from __future__ import annotations
 
@@ -10,29 +10,6 @@ from mindspore import Tensor, nn, ops
 from gaccum_ms import GradAccumulator
 from gaccum_ms.backend.graphs import OwnGraph, compiling_alone
 from tests.support.reference import make_step
-
-seen: list[str] = []
-
-
-@ops.constexpr
-def note(what):
-    """Python runs this once if the code around it is compiled, and at each run if that code is run eagerly."""
-    seen.append(what)
-    return 1
-
-
-class AddOne(OwnGraph):
-    def construct(self, x):
-        return x + note("run")
-
-
-@pytest.mark.parametrize(("jit", "runs"), [(False, 3), (True, 1)])
-def test_in_pynative_mode_it_is_compiled_where_that_is_asked_for(jit, runs, pynative):
-    seen.clear()
-    cell = AddOne(jit)
-    for _ in range(3):
-        np.testing.assert_array_equal(cell.run_alone(Tensor([1.0, 2.0])).asnumpy(), [2.0, 3.0])
-    assert len(seen) == runs
 
 
 @pytest.mark.parametrize("asked_for", [True, False])

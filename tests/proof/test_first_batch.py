@@ -3,7 +3,6 @@ the remedy that is exact where one is known, and no right one is."""
 
 from __future__ import annotations
 
-import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
@@ -11,7 +10,6 @@ from mindspore.communication import comm_func
 from mindspore.nn.utils import no_init_parameters
 
 from gaccum_ms import GradAccumulationCell
-from gaccum_ms.backend import without_effect
 from gaccum_ms.backend.noise_of_rows import ReachesOtherRanks, noise_of_rows
 from gaccum_ms.proof import first_batch
 from gaccum_ms.proof.first_batch import FirstBatch
@@ -69,25 +67,6 @@ def test_losses_are_judged_in_pynative_mode_too(pynative):
 # -- what was left open by first trials --------------------------------------------------------------------------------
 
 
-def weighed_by_first(m, x, right, other):
-    return losses.weighed(ops.square(m.net(x))[:, 0], right)
-
-
-def test_a_remedy_must_fit_the_micro_batches_too(pynative):
-    """Another mask is the right one for the few samples that are chosen, and nowhere else."""
-    x = np.random.default_rng(0).normal(size=(16, losses.FEATURES)).astype(np.float32)
-    right = np.random.default_rng(1).uniform(0.1, 1, 16).astype(np.float32)
-    right[:3] = 0
-    first, second = next(few([Tensor(x), Tensor(right), Tensor(right)], (0, 0, 0), 5))
-    others = np.setdiff1d(np.arange(16), [*first, *second])
-    other = right.copy()
-    other[others] *= np.linspace(0.2, 3, len(others), dtype=np.float32)
-    chosen = next(few([Tensor(x), Tensor(right), Tensor(other)], (0, 0, 0), 5))
-    assert {*np.concatenate(chosen)} == {*first, *second}
-    _, text = proved(losses.right(losses.one, weighed_by_first, x, right, other))
-    assert "count=CountMask(position=1)." in text
-
-
 def test_a_remedy_of_the_few_samples_alone_is_no_remedy(pynative):
     """A mask that the loss does not know fits the few samples, and no micro-batch."""
     x, y = losses.X, losses.TARGET
@@ -95,9 +74,8 @@ def test_a_remedy_of_the_few_samples_alone_is_no_remedy(pynative):
     inputs = [Tensor(value) for value in (x, y, mask.repeat(_MOST_READ + 1, 1))]  # so large that it chooses no sample
     network = WRONG["root_of_mean"].network()
     parts = next(few(inputs, (0, 0, 0), 5))
-    first, second, whole = (
-        float(network(Tensor(x[rows]), Tensor(y[rows])).asnumpy()) for rows in (*parts, np.concatenate(parts))
-    )
+    rows = *parts, np.concatenate(parts)
+    first, second, whole = (float(network(Tensor(x[row]), Tensor(y[row])).asnumpy()) for row in rows)
     share = (whole - second) / (first - second)
     mask[parts[0]], mask[parts[1]] = share / len(parts[0]), (1 - share) / len(parts[1])
 
@@ -108,18 +86,18 @@ def test_a_remedy_of_the_few_samples_alone_is_no_remedy(pynative):
     assert losses.BATCH in text and "This was tried" not in text, text
 
 
-def cut_by_hand(x, y):
-    """Micro-batches of different sizes."""
-    return [(x[:3], y[:3]), (x[3:], y[3:])]
+def cut_by(split):
+    """The proof of a right and of a wrong loss, cut by this function, with what it says."""
+    return [
+        proved(case._replace(options={"split": split})) for case in (RIGHT["mean_of_squares"], WRONG["sum_of_squares"])
+    ]
 
 
 def test_what_a_function_cuts_is_compared_with_the_raw_batch(pynative):
-    right, wrong = RIGHT["mean_of_squares"], WRONG["sum_of_squares"]
-    proof, text = proved(right._replace(options={"split": cut_by_hand}))
-    assert text is None and proof.verdict.kind == "equal", proof
-    proof, text = proved(wrong._replace(options={"split": cut_by_hand}))
-    assert "This was tried" in text and wrong.remedy in text
-    assert f"parts of 3, {len(wrong.inputs[0]) - 3} sample(s)" in text
+    (right, nothing), (_, text) = cut_by(lambda x, y: [(x[:3], y[:3]), (x[3:], y[3:])])
+    assert nothing is None and right.verdict.kind == "equal", right
+    assert "This was tried" in text and losses.SUM in text
+    assert f"parts of 3, {losses.N - 3} sample(s)" in text
 
 
 @pytest.mark.parametrize(
@@ -130,24 +108,8 @@ def test_what_a_function_cuts_is_compared_with_the_raw_batch(pynative):
     ],
 )
 def test_what_a_function_cuts_may_not_be_compared(split, why, pynative):
-    proof, text = proved(WRONG["sum_of_squares"]._replace(options={"split": split}))
-    assert text is None and str(proof).startswith("skipped: ") and why in str(proof), proof
-
-
-def test_parameters_that_are_large_are_not_copied_and_then_must_not_be_written(pynative, monkeypatch):
-    monkeypatch.setattr(without_effect, "_MOST_COPIED", 0)
-    right, centre = RIGHT["mean_of_squares"], ms.Parameter(Tensor(0.0), name="centre", requires_grad=False)
-    assert proved(right)[0].verdict.kind == "equal"
-    assert proved(WRONG["sum_of_squares"])[1] is not None
-
-    class Writes(losses.Model):
-        def construct(self, x, y):
-            loss = losses.mean_of_squares(self, x, y)
-            return ops.depend(loss, ops.assign(self.centre, loss))
-
-    proof, _ = proved(right._replace(net=lambda: Writes(losses.one(), len, centre=centre), loss=None))
-    assert "skipped: it writes Parameters" in str(proof)
-    assert float(centre.asnumpy()) == 0
+    for proof, text in cut_by(split):
+        assert text is None and str(proof).startswith("skipped: ") and why in str(proof), proof
 
 
 def test_a_dear_forward_takes_fewer_samples_or_is_left_out(pynative, monkeypatch):
