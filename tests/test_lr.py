@@ -87,15 +87,12 @@ def test_rates_by_hand(kind, rule, warmup_updates, pynative):
     rate = scale_learning_rate(BASES[kind](), 4, rule, warmup_updates)
     expected = BY_HAND[kind, rule, warmup_updates]
     if kind == "list":
-        assert rate == expected
-        assert type(rate) is list
+        assert (type(rate), rate) == (list, expected)
     elif kind == "number" and not warmup_updates:
-        assert rate == expected[0]
-        assert type(rate) is float
+        assert (type(rate), rate) == (float, expected[0])
     else:
         assert isinstance(rate, LearningRateSchedule)
         rates = [rate(Tensor(update, ms.int32)) for update in range(6)]
-        assert {value.shape for value in rates} == {()}
         np.testing.assert_allclose([value.asnumpy() for value in rates], expected, rtol=1e-6, atol=1e-6)
 
 
@@ -154,7 +151,6 @@ def test_groups_in_a_function_under_jit(pynative):
 
 
 def test_updates_are_counted_and_not_batches(pynative):
-    """In graph mode, test_windows.py trains with a schedule."""
     step = make_step(Sum(), lambda weights: nn.SGD(weights, scaled()), accumulation_steps=3)
     taken = updates(step, 9)[:, 0]
     assert taken.tolist() == [0.0, 0.0, 0.5, 0.0, 0.0, 0.875, 0.0, 0.0, 1.25]
@@ -162,18 +158,14 @@ def test_updates_are_counted_and_not_batches(pynative):
 
 # The optimizer's rates, and the expected rates of the three weights at its first three updates.
 OPTIMIZERS = {
-    "number": (lambda: sgd(0.5), [[0.5] * 3] * 3),
     "list": (lambda: sgd([0.5, 0.25, 1.0]), [[0.5] * 3, [0.25] * 3, [1.0] * 3]),
     "numbers": (lambda: grouped(0.25, 0.125), [[0.25, 0.125, 0.5]] * 3),
     "schedule_of_schedule": (lambda: sgd(scale_learning_rate(scaled(), 2)), [[1.0] * 3, [1.75] * 3, [2.5] * 3]),
-    "schedules": (lambda: grouped(scaled(), default=scaled()), [[0.5] * 3, [0.875] * 3, [1.25] * 3]),
     "mixed": (lambda: grouped(0.25, scaled()), [[0.25, 0.5, 0.5], [0.25, 0.875, 0.5], [0.25, 1.25, 0.5]]),
 }
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind"), [("graph", "list"), ("graph", "mixed"), *(("pynative", kind) for kind in OPTIMIZERS)]
-)
+@pytest.mark.parametrize(("mode", "kind"), [("graph", "mixed"), *(("pynative", kind) for kind in OPTIMIZERS)])
 def test_a_step_sees_a_multiplied_rate_and_the_current_rate_is_that_of_the_next_update(mode, kind):
     ms.set_context(mode=MODES[mode])
     make_optimizer, expected = OPTIMIZERS[kind]
@@ -237,13 +229,10 @@ def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(pynativ
         (("0.1", 2), TypeError, "'learning_rate' must be a float, a list, .* but got '0.1' of type 'str'"),
         ((-0.1, 2), ValueError, "'learning_rate' must be finite and at least 0, but got -0.1"),
         (([], 2), ValueError, "'learning_rate' must have a rate for each update, but got none"),
-        (([0.1, "x"], 2), TypeError, r"'learning_rate\[1\]' must be a float, but got 'x' of type 'str'"),
         ((np.array([0.1, np.inf]), 2), ValueError, r"'learning_rate\[1\]' must be finite and at least 0, but got inf"),
         ((np.ones((2, 3)), 2), ValueError, r"'learning_rate' must have at most one dimension, .* shape \(2, 3\)"),
         ((0.1, True), TypeError, "'factor' must be a float, but got True of type 'bool'"),
-        ((0.1, float("inf")), ValueError, "'factor' must be positive and finite, but got inf"),
         ((0.1, 2, "cubic"), ValueError, r"'rule' must be one of \['linear', 'sqrt', 'none'\], but got 'cubic'"),
-        ((0.1, 2, "linear", True), TypeError, "'warmup_updates' must be an int, but got True"),
         ((0.1, 2, "linear", -1), ValueError, "'warmup_updates' must be at least 0, but got -1"),
     ],
 )

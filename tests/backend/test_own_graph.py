@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import GradAccumulator
 from gaccum_ms.backend.graphs import OwnGraph, compiling_alone
 from tests.support.reference import make_step
 
@@ -81,16 +80,3 @@ def test_a_step_within_a_graph_trains_on_the_views_of_each_call(pynative):
     copies = [(Tensor(x), Tensor(y)) for x, y in zip(X, Y, strict=True)]
     views = list(zip(views_of(X), views_of(Y), strict=True))
     assert losses(in_jit, views) == pytest.approx(losses(lambda step: step, copies), rel=1e-5)
-
-
-def test_an_accumulator_within_a_graph_adds_the_views_of_each_call(pynative):
-    weight = ms.Parameter(Tensor(np.zeros((4, 5), np.float32)), name="weight")
-    accumulator = GradAccumulator(nn.SGD([weight], 1.0), 2)
-
-    @ms.jit
-    def add(gradient, count):
-        return accumulator((gradient,), count)
-
-    for gradient in views_of(X):
-        add(gradient, Tensor(2.0))
-    np.testing.assert_allclose(weight.asnumpy(), -X.sum(axis=0) / 2, atol=1e-5)

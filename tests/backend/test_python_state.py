@@ -65,10 +65,6 @@ def alias(self, gradients):
     values[0] = values[0] + 1
 
 
-def of_dict(self, gradients):
-    self.dict["b"] = 1
-
-
 def method(self, gradients):
     self.holder.bump()
 
@@ -95,7 +91,6 @@ def closure():
 FOUND = {
     number: "self.number",
     alias: "self.list[0]",
-    of_dict: "self.dict",
     method: "self.holder.slot",
     iterator: "self.iterator",
     of_globals: "updates",
@@ -104,10 +99,9 @@ FOUND = {
 
 
 def constant(self, gradients):
-    values, by_name = [], {}
+    values = []
     for gradient in gradients:
         values.append(gradient * self.dict["a"])
-        by_name["last"] = gradient
     self.number = 0
     return values
 

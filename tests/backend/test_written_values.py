@@ -1,5 +1,5 @@
-"""Every kind of window trains with values that are written into Parameters between two calls, like MindSpore's own
-step, whose graph has no control flow."""
+"""Windows train with values that are written into Parameters between two calls, like MindSpore's own step, whose graph
+has no control flow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulator
 from tests.support.modes import eagerly
-from tests.support.reference import Outer, make_step, relative_error
+from tests.support.reference import make_step, relative_error
 
 FEATURES, OUTPUTS, SAMPLES = 3, 2, 6
 TOLERANCE = 1e-5
@@ -156,12 +156,6 @@ def same_state(run: Training) -> Training:
         other.set_data(Tensor(mine.asnumpy()))
     run.losses.clear()
     return reference
-
-
-def test_a_step_within_another_graph_sees_what_was_written(whole_batch, tmp_path):
-    run = Training(1)
-    run.step = Outer(run.step).set_train()
-    assert_same(trained(run, tmp_path), whole_batch)
 
 
 def test_grad_accumulator_updates_what_was_written(whole_batch, tmp_path, pynative):

@@ -97,10 +97,6 @@ def words() -> nn.Cell:
     return nn.SequentialCell(embedding(), dense(5, WORDS))
 
 
-def pixels() -> nn.Cell:
-    return nn.Conv2d(3, CLASSES, 3, weight_init=weights(CLASSES, 3, 3, 3))
-
-
 def normalised() -> nn.Cell:
     return nn.SequentialCell(nn.Conv2d(3, 5, 3, weight_init=weights(5, 3, 3, 3)), nn.BatchNorm2d(5), nn.ReLU())
 
@@ -110,16 +106,8 @@ def with_loss(net: Callable, loss: nn.Cell) -> Callable[[], nn.Cell]:
     return lambda: nn.WithLossCell(net(), loss)
 
 
-def autoencoder() -> nn.Cell:
-    return nn.SequentialCell(dense(FEATURES, 2), nn.Tanh(), dense(2, FEATURES))
-
-
 def two_layers() -> nn.Cell:
     return nn.SequentialCell(dense(FEATURES, 8), nn.LayerNorm((8,)), dense(8, 1))
-
-
-def gru_and_head() -> dict[str, nn.Cell]:
-    return {"gru": nn.GRU(5, 6, batch_first=True), "head": dense(6, CLASSES)}
 
 
 def spread_and_up() -> dict[str, nn.Cell]:
@@ -179,10 +167,6 @@ def longest(tokens, labels):
     return (labels >= 0).sum(1)
 
 
-def mean_and_samples(m, x, y):
-    return mean_of_squares(m, x, y), x.shape[0]
-
-
 def decay(m, x, y):
     return 0.5 * ops.square(m.net.weight).sum()
 
@@ -203,10 +187,6 @@ def ratio(m, tokens, labels):
 def ratio_of_positives(m, x, y):
     positive = ops.cast(y > 1, ms.float32)
     return (entropies(m, x, y) * positive).sum(), positive.sum()
-
-
-def mean_of_each_sample(m, tokens, labels, mask):
-    return ((of_tokens(m, tokens, labels) * mask).sum(1) / mask.sum(1)).mean()
 
 
 def tokens_by_hand(m, tokens, labels):
@@ -236,10 +216,6 @@ def mean_over_positives(m, x, y):
 def dice(m, x, y):
     chances = ops.sigmoid(m.net(x))
     return 1 - 2 * (chances * y).sum() / ((chances**2).sum() + (y**2).sum())
-
-
-def info_nce(m, a, b):
-    return ops.cross_entropy(m.net(a) @ m.key(b).T, ops.arange(a.shape[0]))
 
 
 def variance_of_batch(m, x):
@@ -328,11 +304,6 @@ def groups_of_four(m, x):
     return -((rewards - rewards.mean(1, keep_dims=True)) ** 2).mean()
 
 
-def preference(m, chosen, rejected):
-    """DPO: each pair by itself."""
-    return -ops.log(ops.sigmoid(0.1 * (m.net(chosen) - m.net(rejected)))).mean()
-
-
 def policy_gradient(m, x, reward):
     """It cancels."""
     ratio = ops.exp(m.net(x) - ops.stop_gradient(m.net(x)))
@@ -345,17 +316,9 @@ def with_outputs(m, x, y):
     return ops.cross_entropy(logits, y), logits, logits.argmax(1)
 
 
-def triplet(m, anchor, other):
-    return ops.relu(ops.square(m.net(anchor) - m.net(other)).sum(1) - 0.5).mean()
-
-
 def gradient_penalty(m, x, y):
     slope = ops.grad(lambda x: ops.tanh(m.net(x)).sum())(x)
     return (m.net(x) - y).mean() + ops.square(ops.norm(slope, dim=1) - 1).mean()
-
-
-def recurrent(m, tokens, labels):
-    return ops.cross_entropy(m.head(m.gru(m.net(tokens))[0][:, -1]), labels)
 
 
 def counts_its_calls(m, x, y):
@@ -377,9 +340,13 @@ WRONG: dict[str, Case] = {
     "half_sum": wrong(SUM, one, lambda m, x, y: 0.5 * ops.reduce_sum((m.net(x) - y) ** 2), X, TARGET),
     "sum_of_cross_entropies": wrong(SUM, classes, lambda *batch: entropies(*batch).sum(), X, LABELS),
     "sum_over_tokens": wrong(SUM, words, lambda m, x, y: (of_tokens(m, x, y) * (y != 0)).sum(), TOKENS, PADDED),
-    "sum_of_autoencoder": wrong(SUM, autoencoder, sum_of_squares, X, X2),
+    "sum_of_autoencoder": wrong(
+        SUM, lambda: nn.SequentialCell(of(2)(), nn.Tanh(), dense(2, FEATURES)), sum_of_squares, X, X2
+    ),
     "mean_given_as_sum": wrong('reduction="mean"', one, mean_of_squares, X, TARGET, reduction="sum"),
-    "mean_given_as_ratio": wrong("return the sum", one, mean_and_samples, X, TARGET, reduction="ratio"),
+    "mean_given_as_ratio": wrong(
+        "return the sum", one, lambda m, x, y: (mean_of_squares(m, x, y), len(x)), X, TARGET, reduction="ratio"
+    ),
     # means over other items
     "ignored_labels": wrong("CountNotIgnored()", classes, cross_entropy, X, IGNORED),
     "tokens_by_hand": wrong("CountNotIgnored()", words, tokens_by_hand, TOKENS, NEXT),
@@ -424,7 +391,13 @@ WRONG: dict[str, Case] = {
     "log_of_mean": wrong(BATCH, one, lambda *batch: ops.log(mean_of_squares(*batch) + 1e-6), X, TARGET),
     "focal_of_mean": wrong(BATCH, classes, lambda *batch: focal_of(cross_entropy(*batch)), X, LABELS),
     "dice": wrong(BATCH, classes, dice, X, ONE_HOT),
-    "info_nce": wrong(BATCH, of(5), info_nce, X, X2, more=lambda: {"key": dense(FEATURES, 5)}),
+    "info_nce": wrong(
+        BATCH,
+        of(5),
+        lambda m, a, b: ops.cross_entropy(m.net(a) @ m.key(b).T, ops.arange(a.shape[0])),
+        *(X, X2),
+        more=lambda: {"key": dense(FEATURES, 5)},
+    ),
     "variance_of_batch": wrong(BATCH, classes, variance_of_batch, X),
     "barlow_twins": wrong(BATCH, classes, barlow_twins, X, X2),
     "balanced_experts": wrong(BATCH, classes, balanced_experts, X, LABELS, more=lambda: {"router": dense(FEATURES, 3)}),
@@ -466,7 +439,9 @@ RIGHT: dict[str, Case] = {
         count=lambda x, y: ops.cast(y > 1, ms.float32).sum(),
         min_count=1,
     ),
-    "mean_of_each_sample": right(words, mean_of_each_sample, TOKENS, TOKENS, MASK),
+    "mean_of_each_sample": right(
+        words, lambda m, x, y, mask: ((of_tokens(m, x, y) * mask).sum(1) / mask.sum(1)).mean(), TOKENS, TOKENS, MASK
+    ),
     "dice_of_each_sample": right(classes, dice_of_each_sample, X, ONE_HOT),
     "root_of_each_sample": right(one, lambda *batch: ops.sqrt(squares(*batch) + 1e-6).mean(), X, TARGET),
     "focal": right(classes, lambda *batch: focal_of(entropies(*batch)).mean(), X, LABELS),
@@ -483,12 +458,16 @@ RIGHT: dict[str, Case] = {
         *(IMAGES, LABELS),
         more=lambda: {"head": dense(5, CLASSES)},
     ),
-    "segmentation": right(pixels, cross_entropy, IMAGES, MAPS),
+    "segmentation": right(
+        lambda: nn.Conv2d(3, CLASSES, 3, weight_init=weights(CLASSES, 3, 3, 3)), cross_entropy, IMAGES, MAPS
+    ),
     "variational": right(of(3), variational, X, more=spread_and_up),
     "denoising": right(of(FEATURES), denoising, X),
     "pairs": right(classes, pairs, X, X2),
     "groups_of_four": right(classes, groups_of_four, X),
-    "preference": right(one, preference, X, X2),
+    "preference": right(  # DPO: each pair by itself
+        one, lambda m, a, b: -ops.log(ops.sigmoid(0.1 * (m.net(a) - m.net(b)))).mean(), X, X2
+    ),
     "policy_gradient": right(one, policy_gradient, X, TARGET),
     "shared_table": right(
         one,
@@ -502,7 +481,7 @@ RIGHT: dict[str, Case] = {
     "two_losses": right(classes, two_losses, X, LABELS, **TWO),
     "two_counted_losses": right(classes, two_losses, X, IGNORED, count=(None, CountNotIgnored()), **TWO),
     "with_outputs": right(classes, with_outputs, X, LABELS, aux=True),
-    "triplet": right(classes, triplet, X, X2),
+    "triplet": right(classes, lambda m, a, b: ops.relu(ops.square(m.net(a) - m.net(b)).sum(1) - 0.5).mean(), X, X2),
     "tokens_that_are_counted": right(words, mean_of_tokens, TOKENS, NEXT, count=CountNotIgnored(), **CUT),
     "half_precision": right(
         lambda: one().to_float(ms.float16), mean_of_squares, X.astype(np.float16), TARGET.astype(np.float16)
@@ -510,6 +489,11 @@ RIGHT: dict[str, Case] = {
     "one_class": right(classes, lambda m, x, y: cross_entropy(m, x * 0, y), X, LABELS),  # the loss of all is the same
     "gradient_penalty": right(one, gradient_penalty, X, TARGET),
     "huber": right(with_loss(two_layers, nn.HuberLoss()), None, X, TARGET),
-    "recurrent": right(embedding, recurrent, TOKENS, LABELS, more=gru_and_head),
+    "recurrent": right(
+        embedding,
+        lambda m, tokens, labels: ops.cross_entropy(m.head(m.gru(m.net(tokens))[0][:, -1]), labels),
+        *(TOKENS, LABELS),
+        more=lambda: {"gru": nn.GRU(5, 6, batch_first=True), "head": dense(6, CLASSES)},
+    ),
     "counts_its_calls": right(one, counts_its_calls, X, TARGET, more=lambda: {"calls": []}),
 }

@@ -26,6 +26,7 @@ from gaccum_ms import (
 from gaccum_ms.backend.parameters import own
 from gaccum_ms.transforms.chain import others
 from tests.support import by_hand, reference
+from tests.support.adopted import joined
 from tests.support.by_hand import ByHand, train_whole
 from tests.support.reference import FEATURES, Regression, as_numpy, batches, relative_error, vector
 from tests.support.state import assert_identical, everything, manager
@@ -74,17 +75,12 @@ def assert_same(rows, reference, tolerance=TOLERANCE):
     assert max(map(relative_error, rows, reference)) < tolerance
 
 
-def spikes_and_norm(joined):
+def spikes_and_norm(whole_batches):
     """The weights after each of these whole batches, and their average, by hand: spikes are left out, norms clipped."""
     network = Regression()
     optimizer = ByHand(momentum(network), [by_hand.spikes(norm=3.0), by_hand.global_norm(0.2)])
     optimizer.after.append(average := by_hand.Average(optimizer.weights(), 0.5))
-    return train_whole(network, optimizer, joined), np.concatenate([one.ravel() for one in average.values])
-
-
-def in_pairs(parts):
-    """Each two batches joined; the last alone if there is no other."""
-    return [tuple(map(np.concatenate, zip(*parts[at : at + 2], strict=True))) for at in range(0, len(parts), 2)]
+    return train_whole(network, optimizer, whole_batches), np.concatenate([one.ravel() for one in average.values])
 
 
 # -- links against the whole batch -------------------------------------------------------------------------------------
@@ -217,7 +213,7 @@ def test_buffers_are_averaged_on_request(pynative):
 def test_windows_of_several_batches_and_a_flush(pynative):
     """Windows of two batches, the second window a spike, and a flushed window of one batch."""
     seven = data(7, spikes=(2, 3))
-    expected, average = spikes_and_norm(in_pairs(seven))
+    expected, average = spikes_and_norm(joined(seven, 2))
     transform = WeightAverage(0.5)
     step = make_step(SkipSpikes(norm=3.0), ClipByGlobalNorm(0.2), transform, micro_size=2, accumulation_steps=2)
     rows = run(step, seven)
@@ -306,7 +302,7 @@ def test_in_a_loop_of_ones_own(pynative):
     updated = [accumulator(grad_fn(*map(Tensor, batch))[1]) for batch in six]
     assert updated == [False, True, False, False, False, True]
     assert int(accumulator.skipped_updates.asnumpy()) == 1
-    expected, average = spikes_and_norm(in_pairs(six))
+    expected, average = spikes_and_norm(joined(six, 2))
     assert relative_error(weights_of(accumulator), expected[-1]) < TOLERANCE
     with accumulator.averaged_weights():
         assert relative_error(vector(network.trainable_params()), average) < TOLERANCE
