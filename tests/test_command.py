@@ -17,11 +17,6 @@ COMMANDS = ([], ["run"], ["check"], ["report"])
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "COLUMNS": "70"}
 
 
-def run(*words: str, cwd: Path, python=()) -> subprocess.CompletedProcess:
-    command = [sys.executable, *python, "-m", "gaccum_ms", *words]
-    return subprocess.run(command, env=ENV, cwd=cwd, capture_output=True, text=True, timeout=100)
-
-
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_fits_in_70_columns(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
@@ -38,12 +33,9 @@ def test_help_fits_in_70_columns(words, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the command is missing: run, check, report"),
         (["chekc"], "there is no command chekc; is check meant?"),
-        (["--processes=2"], "there is no command --processes=2; is run, check, report meant?"),
         (["run"], "the script is missing"),
         (["run", "--proceses", "2", "x.py"], "there is no option --proceses; is --processes meant?"),
-        (["check", "everything"], "unrecognized arguments: everything"),
         (["report"], "the following arguments are required: record"),
         (["report", "no\nsuch.jsonl"], "cannot read 'no such.jsonl': No such file or directory"),
     ],
@@ -61,14 +53,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
     assert shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [*COMMANDS, ["--version"]], ids=" ".join)
+@pytest.mark.parametrize("words", ["--version", "report --help"])
 def test_it_imports_no_mindspore(words, tmp_path):
-    """Checked by Python's own record of imports. The control is in launch/test_doctor.py."""
-    done = run(*words, *([] if words == ["--version"] else ["--help"]), cwd=tmp_path, python=("-X", "importtime"))
+    """Checked by Python's own record of imports."""
+    command = [sys.executable, "-X", "importtime", "-m", "gaccum_ms", *words.split()]
+    done = subprocess.run(command, env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "gaccum_ms.launch.doctor" in done.stderr
     assert "mindspore" not in done.stderr
-    if words == ["--version"]:
+    if words == "--version":
         assert done.stdout == f"gaccum-ms {gaccum_ms.__version__}\n"
 
 

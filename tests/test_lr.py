@@ -10,10 +10,10 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.learning_rate import current_learning_rate, multiply_learning_rate, scale_learning_rate, scaling_factor
 from tests.support.modes import MODES
-from tests.support.reference import as_numpy
+from tests.support.reference import as_numpy, make_step, vector
+from tests.support.state import assert_identical, everything
 
 ONE = Tensor([1.0], ms.float32)
 RATES = [0.5, 0.5, 1.0, 1.0, 0.25, 0.25]
@@ -27,17 +27,11 @@ BASES = {
 # rule, by 1, 1.25, 1.5, 1.75, 2, 2 under the other.
 BY_HAND = {
     ("number", "linear", 0): [2.0, 2.0, 2.0, 2.0, 2.0, 2.0],
-    ("number", "linear", 4): [0.5, 0.875, 1.25, 1.625, 2.0, 2.0],
-    ("number", "sqrt", 0): [1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
     ("number", "sqrt", 4): [0.5, 0.625, 0.75, 0.875, 1.0, 1.0],
-    ("list", "linear", 0): [2.0, 2.0, 4.0, 4.0, 1.0, 1.0],
     ("list", "linear", 4): [0.5, 0.875, 2.5, 3.25, 1.0, 1.0],
     ("list", "sqrt", 0): [1.0, 1.0, 2.0, 2.0, 0.5, 0.5],
-    ("list", "sqrt", 4): [0.5, 0.625, 1.5, 1.75, 0.5, 0.5],
-    ("schedule", "linear", 0): [4.0, 3.414214, 2.0, 0.585786, 0.0, 0.0],
     ("schedule", "linear", 4): [1.0, 1.493718, 1.25, 0.475951, 0.0, 0.0],
     ("schedule", "sqrt", 0): [2.0, 1.707107, 1.0, 0.292893, 0.0, 0.0],
-    ("schedule", "sqrt", 4): [1.0, 1.066942, 0.75, 0.256282, 0.0, 0.0],
 }
 
 
@@ -78,22 +72,14 @@ def scaled():
     return scale_learning_rate(0.5, 4, warmup_updates=4)
 
 
-def weights(step):
-    return np.concatenate([as_numpy(weight) for weight in step.weights])
-
-
 def updates(step, number=1):
     """The amount that each of the next updates subtracts from the three weights."""
     taken = []
     for _ in range(number):
-        before = weights(step)
+        before = vector(step.weights)
         step(ONE)
-        taken.append(before - weights(step))
+        taken.append(before - vector(step.weights))
     return np.array(taken)
-
-
-def state(step):
-    return {parameter.name: as_numpy(parameter) for parameter in step.get_parameters()}
 
 
 @pytest.mark.parametrize(("kind", "rule", "warmup_updates"), BY_HAND)
@@ -101,49 +87,23 @@ def test_rates_by_hand(kind, rule, warmup_updates, pynative):
     rate = scale_learning_rate(BASES[kind](), 4, rule, warmup_updates)
     expected = BY_HAND[kind, rule, warmup_updates]
     if kind == "list":
-        assert rate == expected
-        assert type(rate) is list
+        assert (type(rate), rate) == (list, expected)
     elif kind == "number" and not warmup_updates:
-        assert rate == expected[0]
-        assert type(rate) is float
+        assert (type(rate), rate) == (float, expected[0])
     else:
         assert isinstance(rate, LearningRateSchedule)
         rates = [rate(Tensor(update, ms.int32)) for update in range(6)]
-        assert {value.shape for value in rates} == {()}
         np.testing.assert_allclose([value.asnumpy() for value in rates], expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("mode", "kind", "rule", "warmup_updates"),
-    [
-        ("graph", "list", "sqrt", 4),
-        ("graph", "schedule", "linear", 4),
-        ("pynative", "number", "sqrt", 4),
-        ("pynative", "list", "linear", 0),
-        ("pynative", "schedule", "sqrt", 4),
-    ],
-    indirect=["mode"],
-)
-def test_an_optimizer_updates_with_these_rates(mode, kind, rule, warmup_updates):
-    step = mindspores_step(sgd(scale_learning_rate(BASES[kind](), 4, rule, warmup_updates)))
-    expected = np.repeat([BY_HAND[kind, rule, warmup_updates]], 3, axis=0).T
-    np.testing.assert_allclose(updates(step, 6), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_rates_scaled_down_and_by_numpys_numbers():
     assert scale_learning_rate(1, np.float32(0.25)) == 0.25
     assert scale_learning_rate(np.float64(1.0), 0.25, "sqrt") == 0.5
     assert scale_learning_rate(0, 3) == 0.0
-    assert type(scale_learning_rate([np.float32(0.5)], 2)[0]) is float
+    for rates in (tuple(RATES), np.array(RATES, np.float32), Tensor(RATES)):
+        rate = scale_learning_rate(rates, 4, warmup_updates=4)
+        assert rate == BY_HAND["list", "linear", 4] and all(type(one) is float for one in rate)
     assert (scaling_factor(9.0, "linear"), scaling_factor(9.0, "sqrt")) == (9.0, 3.0)
-
-
-@pytest.mark.parametrize("kind", [tuple, np.array, Tensor], ids=["tuple", "array", "Tensor"])
-def test_rates_of_updates_in_other_containers(kind):
-    rate = scale_learning_rate(kind(RATES), 4, warmup_updates=4)
-    assert rate == BY_HAND["list", "linear", 4]
-    assert type(rate) is list
-    assert all(type(one) is float for one in rate)
 
 
 def test_a_warm_up_starts_and_ends_exactly():
@@ -191,50 +151,36 @@ def test_groups_in_a_function_under_jit(pynative):
 
 
 def test_updates_are_counted_and_not_batches(pynative):
-    """In graph mode, test_windows.py trains with a schedule."""
-    cell = GradAccumulationCell(Sum(), accumulation_steps=3)
-    rate = scale_learning_rate(0.5, 4, warmup_updates=4)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), rate)).set_train()
+    step = make_step(Sum(), lambda weights: nn.SGD(weights, scaled()), accumulation_steps=3)
     taken = updates(step, 9)[:, 0]
     assert taken.tolist() == [0.0, 0.0, 0.5, 0.0, 0.0, 0.875, 0.0, 0.0, 1.25]
 
 
 # The optimizer's rates, and the expected rates of the three weights at its first three updates.
 OPTIMIZERS = {
-    "number": (lambda: sgd(0.5), [[0.5] * 3] * 3),
     "list": (lambda: sgd([0.5, 0.25, 1.0]), [[0.5] * 3, [0.25] * 3, [1.0] * 3]),
     "numbers": (lambda: grouped(0.25, 0.125), [[0.25, 0.125, 0.5]] * 3),
-    "one_for_all_groups": (lambda: grouped(), [[0.5] * 3] * 3),
-    "schedule": (lambda: sgd(scaled()), [[0.5] * 3, [0.875] * 3, [1.25] * 3]),
     "schedule_of_schedule": (lambda: sgd(scale_learning_rate(scaled(), 2)), [[1.0] * 3, [1.75] * 3, [2.5] * 3]),
-    "schedules": (lambda: grouped(scaled(), default=scaled()), [[0.5] * 3, [0.875] * 3, [1.25] * 3]),
     "mixed": (lambda: grouped(0.25, scaled()), [[0.25, 0.5, 0.5], [0.25, 0.875, 0.5], [0.25, 1.25, 0.5]]),
 }
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind"),
-    [("graph", "number"), ("graph", "list"), ("graph", "mixed"), *(("pynative", kind) for kind in OPTIMIZERS)],
-)
+@pytest.mark.parametrize(("mode", "kind"), [("graph", "mixed"), *(("pynative", kind) for kind in OPTIMIZERS)])
 def test_a_step_sees_a_multiplied_rate_and_the_current_rate_is_that_of_the_next_update(mode, kind):
     ms.set_context(mode=MODES[mode])
     make_optimizer, expected = OPTIMIZERS[kind]
     step = mindspores_step(make_optimizer())
     for rates, factor, total in zip(expected, (None, 4.0, 0.5), (1, 4, 2), strict=True):
         if factor is not None:
-            before = state(step)
+            before = everything(step)
             multiply_learning_rate(step.optimizer, factor)
-            after = state(step)
+            after = everything(step)
             changed = {name for name in before if (before[name] != after[name]).any()}
-            assert changed
-            assert all("learning_rate" in name for name in changed)
-        before = state(step)
+            assert changed and all("learning_rate" in name for name in changed)
+        before = everything(step)
         rate = current_learning_rate(step.optimizer)
-        assert type(rate) is float
-        for name, value in state(step).items():
-            np.testing.assert_array_equal(before.pop(name), value, name)
-        assert not before
-        assert rate == rates[0] * total
+        assert_identical(before, everything(step))
+        assert (type(rate), rate) == (float, rates[0] * total)
         np.testing.assert_array_equal(updates(step), [np.array(rates) * total])
     assert len(step.compile_cache) == (mode == "graph")
 
@@ -267,21 +213,13 @@ def test_an_optimizer_inside_another_has_the_rate():
     assert as_numpy(inner.learning_rate) == current_learning_rate(outer) == 2.0
 
 
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [
-        lambda: sgd(nn.CosineDecayLR(0.0, 1.0, 4)),
-        lambda: grouped(0.25, scaled(), nn.CosineDecayLR(0.0, 1.0, 4)),
-    ],
-)
-def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(make_optimizer, pynative):
-    step = mindspores_step(make_optimizer())
-    before = state(step)
+def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(pynative):
+    step = mindspores_step(grouped(0.25, scaled(), nn.CosineDecayLR(0.0, 1.0, 4)))
+    before = everything(step)
     message = r"but got the schedule 'CosineDecayLR', .* Give the optimizer scale_learning_rate\(schedule, 1\)"
     with pytest.raises(ValueError, match=message):
         multiply_learning_rate(step.optimizer, 2.0)
-    for name, value in state(step).items():
-        np.testing.assert_array_equal(before[name], value, name)
+    assert_identical(before, everything(step))
     multiply_learning_rate(sgd(scale_learning_rate(nn.CosineDecayLR(0.0, 1.0, 4), 1))(Sum()), 2.0)  # the remedy
 
 
@@ -289,22 +227,12 @@ def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(make_op
     ("arguments", "error", "message"),
     [
         (("0.1", 2), TypeError, "'learning_rate' must be a float, a list, .* but got '0.1' of type 'str'"),
-        ((True, 2), TypeError, "'learning_rate' must be a float, a list, .* but got True"),
-        ((nn.ReLU, 2), TypeError, "'learning_rate' must be .* or a LearningRateSchedule, but got"),
         ((-0.1, 2), ValueError, "'learning_rate' must be finite and at least 0, but got -0.1"),
-        ((float("nan"), 2), ValueError, "'learning_rate' must be finite and at least 0, but got nan"),
         (([], 2), ValueError, "'learning_rate' must have a rate for each update, but got none"),
-        (([0.1, "x"], 2), TypeError, r"'learning_rate\[1\]' must be a float, but got 'x' of type 'str'"),
-        (([0.1, False], 2), TypeError, r"'learning_rate\[1\]' must be a float, but got False"),
         ((np.array([0.1, np.inf]), 2), ValueError, r"'learning_rate\[1\]' must be finite and at least 0, but got inf"),
         ((np.ones((2, 3)), 2), ValueError, r"'learning_rate' must have at most one dimension, .* shape \(2, 3\)"),
-        ((0.1, "2"), TypeError, "'factor' must be a float, but got '2' of type 'str'"),
         ((0.1, True), TypeError, "'factor' must be a float, but got True of type 'bool'"),
-        ((0.1, 0), ValueError, "'factor' must be positive and finite, but got 0"),
-        ((0.1, float("inf")), ValueError, "'factor' must be positive and finite, but got inf"),
         ((0.1, 2, "cubic"), ValueError, r"'rule' must be one of \['linear', 'sqrt', 'none'\], but got 'cubic'"),
-        ((0.1, 2, "linear", 2.0), TypeError, "'warmup_updates' must be an int, but got 2.0 of type 'float'"),
-        ((0.1, 2, "linear", True), TypeError, "'warmup_updates' must be an int, but got True"),
         ((0.1, 2, "linear", -1), ValueError, "'warmup_updates' must be at least 0, but got -1"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
@@ -11,22 +10,15 @@ from gaccum_ms.backend.out_of_memory import is_out_of_memory
 @pytest.mark.parametrize(
     "error",
     [
-        MemoryError(),
+        MemoryError(),  # NumPy's are a kind of it
         RuntimeError("std::bad_alloc"),
         RuntimeError("Memory not enough: Alloc device memory[1024] failed."),
         RuntimeError("Device(id:0) memory isn't enough and alloc failed, kernel name: x, alloc size: 1B."),
-        RuntimeError("Allocate memory failed"),
     ],
     ids=str,
 )
 def test_what_mindspore_says(error):
     assert is_out_of_memory(error)
-
-
-def test_an_array_that_is_too_large():
-    with pytest.raises(MemoryError) as caught:
-        np.ones(1 << 60, np.uint8)
-    assert is_out_of_memory(caught.value)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("out of memory"), KeyboardInterrupt()])

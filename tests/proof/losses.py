@@ -4,8 +4,7 @@ are right. Each has a network, options and a batch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -25,6 +24,7 @@ TOKENS = RANDOM.integers(1, WORDS, (N, LENGTH)).astype(np.int32)
 LENGTHS = RANDOM.integers(2, LENGTH + 1, N)
 MASK = (np.arange(LENGTH) < LENGTHS[:, None]).astype(np.float32)
 PADDED = np.where(MASK > 0, TOKENS, 0).astype(np.int32)
+PADDED_BY_3 = np.where(MASK > 0, TOKENS, 3).astype(np.int32)
 NEXT = np.where(MASK > 0, TOKENS, -100).astype(np.int32)
 FRACTIONS = RANDOM.uniform(0, 1, (N,)).astype(np.float32)
 ONE_HOT = np.eye(CLASSES, dtype=np.float32)[LABELS]
@@ -34,35 +34,44 @@ MAPS = RANDOM.integers(0, CLASSES, (N, 6, 6)).astype(np.int32)
 CLASS_WEIGHTS = np.array([1.0, 5.0, 20.0, 2.0], np.float32)
 
 
-@dataclass(frozen=True)
-class Case:
-    """`remedy` : words that the warning must have; None: the loss is right."""
+class Model(nn.Cell):
+    """A network, more that its loss needs, and the loss."""
 
-    network: Callable[[], Any]
+    def __init__(self, net: nn.Cell, loss: Callable, **more: Any) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+        for name, value in more.items():
+            setattr(self, name, value)
+        self.set_train()
+
+    def construct(self, *batch):
+        return self.loss(self, *batch)
+
+
+class Case(NamedTuple):
+    """`remedy` : words that the warning must have; None: the loss is right. `net` : makes the network before the loss,
+    or, without a `loss` , the whole; `more` : what the Model holds besides."""
+
+    remedy: str | None
+    net: Callable[[], nn.Cell]
+    loss: Callable | None
     inputs: tuple[np.ndarray, ...]
     options: dict[str, Any]
-    remedy: str | None = None
+    more: Callable[[], dict[str, Any]] = dict
+
+    def network(self) -> nn.Cell:
+        return self.net() if self.loss is None else Model(self.net(), self.loss, **self.more())
 
 
-WRONG: dict[str, Case] = {}
-RIGHT: dict[str, Case] = {}
-SUM, BATCH = 'reduction="sum"', "WithBatchLossCell"
+def wrong(remedy: str, net: Callable, loss: Any, *inputs: np.ndarray, more: Callable = dict, **options: Any) -> Case:
+    return Case(remedy, net, loss, inputs, options, more)
 
 
-def wrong(remedy: str, *inputs: np.ndarray, **options: Any) -> Callable:
-    def add(make: Any) -> Any:
-        WRONG[make.__name__] = Case(make, inputs, options, remedy)
-        return make
-
-    return add
+def right(net: Callable, loss: Any, *inputs: np.ndarray, more: Callable = dict, **options: Any) -> Case:
+    return Case(None, net, loss, inputs, options, more)
 
 
-def right(*inputs: np.ndarray, **options: Any) -> Callable:
-    def add(make: Any) -> Any:
-        RIGHT[make.__name__] = Case(make, inputs, options)
-        return make
-
-    return add
+# -- networks ----------------------------------------------------------------------------------------------------------
 
 
 def weights(*shape: int) -> Tensor:
@@ -73,696 +82,418 @@ def dense(inputs: int, outputs: int) -> nn.Dense:
     return nn.Dense(inputs, outputs, weight_init=weights(outputs, inputs), bias_init="zeros")
 
 
-class Net(nn.Cell):
-    """The base: a dense layer of so many outputs."""
-
-    outputs = 1
-
-    def __init__(self):
-        super().__init__()
-        self.net = dense(FEATURES, self.outputs)
-        self.set_train()
+def of(outputs: int) -> Callable[[], nn.Cell]:
+    return lambda: dense(FEATURES, outputs)
 
 
-class Classes(Net):
-    outputs = CLASSES
+one, classes = of(1), of(CLASSES)
 
 
-class Words(nn.Cell):
-    """The base of language models."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 5, embedding_table=weights(WORDS, 5))
-        self.head = dense(5, WORDS)
-        self.set_train()
-
-    def losses(self, tokens, labels):
-        logits = self.head(self.embedding(tokens)).reshape((-1, WORDS))
-        return ops.cross_entropy(logits, labels.reshape((-1,)), reduction="none").reshape(labels.shape)
+def embedding() -> nn.Cell:
+    return nn.Embedding(WORDS, 5, embedding_table=weights(WORDS, 5))
 
 
-# -- wrong: sums -------------------------------------------------------------------------------------------------------
+def words() -> nn.Cell:
+    return nn.SequentialCell(embedding(), dense(5, WORDS))
 
 
-@wrong(SUM, X, TARGET)
-class SumOfSquares(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x) - y).sum()
+def normalised() -> nn.Cell:
+    return nn.SequentialCell(nn.Conv2d(3, 5, 3, weight_init=weights(5, 3, 3, 3)), nn.BatchNorm2d(5), nn.ReLU())
 
 
-@wrong(SUM, X, TARGET)
-class SumOverBatchSize(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x) - y).sum() / 16
+def with_loss(net: Callable, loss: nn.Cell) -> Callable[[], nn.Cell]:
+    """A network of MindSpore's classes alone."""
+    return lambda: nn.WithLossCell(net(), loss)
 
 
-@wrong(SUM, X, LABELS)
-class SumOfCrossEntropies(Classes):
-    def construct(self, x, y):
-        return ops.cross_entropy(self.net(x), y, reduction="sum")
+def two_layers() -> nn.Cell:
+    return nn.SequentialCell(dense(FEATURES, 8), nn.LayerNorm((8,)), dense(8, 1))
 
 
-@wrong(SUM, X, TARGET)
-class HalfSumInHelper(Net):
-    def error(self, x, y):
-        return 0.5 * ops.reduce_sum((self.net(x) - y) ** 2)
-
-    def construct(self, x, y):
-        return self.error(x, y)
+def spread_and_up() -> dict[str, nn.Cell]:
+    return {"spread": dense(FEATURES, 3), "up": dense(3, FEATURES)}
 
 
-@wrong(SUM, TOKENS, PADDED)
-class SumOverTokens(Words):
-    def construct(self, tokens, labels):
-        return (self.losses(tokens, labels) * (labels != 0)).sum()
+# -- losses: their first argument is the Model -------------------------------------------------------------------------
 
 
-@wrong(SUM, X, X2)
-class SumOfAutoencoder(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.down, self.up = dense(FEATURES, 2), dense(2, FEATURES)
-
-    def construct(self, x, y):
-        return ((self.up(ops.tanh(self.down(x))) - y) ** 2).sum()
+def squares(m, x, y):
+    return ops.square(m.net(x) - y)
 
 
-@wrong('reduction="mean"', X, TARGET, reduction="sum")
-class MeanGivenAsSum(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x) - y).mean()
+def mean_of_squares(m, x, y):
+    return squares(m, x, y).mean()
 
 
-@wrong("return the sum", X, TARGET, reduction="ratio")
-class MeanGivenAsRatio(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x) - y).mean(), x.shape[0]
+def sum_of_squares(m, x, y):
+    return squares(m, x, y).sum()
 
 
-# -- wrong: means over other items -------------------------------------------------------------------------------------
+def entropies(m, x, y):
+    return ops.cross_entropy(m.net(x), y, reduction="none")
 
 
-@wrong("CountNotIgnored()", X, IGNORED)
-class IgnoredLabels(Classes):
-    def construct(self, x, y):
-        return ops.cross_entropy(self.net(x), y)
+def cross_entropy(m, x, y):
+    return ops.cross_entropy(m.net(x), y)
 
 
-@wrong("CountNotIgnored()", TOKENS, NEXT)
-class TokensByHand(Words):
-    def construct(self, tokens, labels):
-        valid = labels != -100
-        losses = self.losses(tokens, ops.where(valid, labels, ops.zeros_like(labels)))
-        return (losses * valid).sum() / valid.sum()
+def of_tokens(m, tokens, labels):
+    logits = m.net(tokens).reshape((-1, WORDS))
+    return ops.cross_entropy(logits, labels.reshape((-1,)), reduction="none").reshape(labels.shape)
 
 
-@wrong("CountNotIgnored(ignore_index=0)", TOKENS, PADDED)
-class PaddingByHand(Words):
-    def construct(self, tokens, labels):
-        valid = ops.cast(labels != 0, ms.float32)
-        return (self.losses(tokens, labels) * valid).sum() / ops.maximum(valid.sum(), Tensor(1.0))
+def mean_of_tokens(m, tokens, labels):
+    return ops.cross_entropy(m.net(tokens).reshape((-1, WORDS)), labels.reshape((-1,)))
 
 
-@wrong("CountNotIgnored(shift=1)", TOKENS, NEXT)
-class ShiftedLabels(Words):
-    def __init__(self):
-        super().__init__()
-        self.loss = nn.CrossEntropyLoss()
-
-    def construct(self, tokens, labels):
-        logits = self.head(self.embedding(tokens))[:, :-1]
-        return self.loss(logits.reshape((-1, WORDS)), labels[:, 1:].reshape((-1,)))
+def shifted(m, tokens, labels):
+    return ops.cross_entropy(m.net(tokens)[:, :-1].reshape((-1, WORDS)), labels[:, 1:].reshape((-1,)))
 
 
-@wrong("CountNotIgnored(ignore_index=3", TOKENS, np.where(MASK > 0, TOKENS, 3).astype(np.int32))
-class OwnPaddingIndex(Words):
-    def __init__(self):
-        super().__init__()
-        self.pad_id = 3
-
-    def construct(self, tokens, labels):
-        kept = ops.cast(labels != self.pad_id, ms.float32)
-        return (self.losses(tokens, labels) * kept).sum() / kept.sum()
+def weighed(losses, mask):
+    return (losses * mask).sum() / mask.sum()
 
 
-@wrong("CountMask()", TOKENS, TOKENS, MASK)
-class MaskedMean(Words):
-    def construct(self, tokens, labels, mask):
-        return (self.losses(tokens, labels) * mask).sum() / mask.sum()
+def masked(m, tokens, labels, mask):
+    return weighed(of_tokens(m, tokens, labels), mask)
 
 
-@wrong("CountMask()", X, TARGET, FRACTIONS)
-class FractionalMask(Net):
-    def construct(self, x, y, mask):
-        return (ops.square(self.net(x) - y)[:, 0] * mask).sum() / mask.sum()
+def two_losses(m, x, y):
+    logits = m.net(x)
+    return ops.square(logits).mean(), ops.cross_entropy(logits, y)
 
 
-@wrong("CountMask(position=1)", X, FRACTIONS, TARGET)
-class ImportanceInTheMiddle(Net):
-    def construct(self, x, importance, y):
-        return (ops.abs(self.net(x) - y)[:, 0] * importance).sum() / importance.sum()
+def longest(tokens, labels):
+    return (labels >= 0).sum(1)
 
 
-@wrong("CountClassWeights(", X, LABELS)
-class WeightedClasses(Classes):
-    def __init__(self):
-        super().__init__()
-        self.loss = nn.CrossEntropyLoss(weight=Tensor(CLASS_WEIGHTS))
-
-    def construct(self, x, y):
-        return self.loss(self.net(x), y)
+def decay(m, x, y):
+    return 0.5 * ops.square(m.net.weight).sum()
 
 
-@wrong("CountClassWeights(importance)", X, LABELS)
-class WeightedClassesByHand(Classes):
-    def __init__(self):
-        super().__init__()
-        self.importance = Tensor(CLASS_WEIGHTS)
-
-    def construct(self, x, y):
-        of_labels = self.importance[y]
-        return (ops.cross_entropy(self.net(x), y, reduction="none") * of_labels).sum() / of_labels.sum()
+def fractional_mask(m, x, y, mask):
+    return weighed(ops.square(m.net(x) - y)[:, 0], mask)
 
 
-@wrong("count=None", X, IGNORED, count=CountNotIgnored())
-class CountOfWhatIsNotIgnored(Classes):
-    def construct(self, x, y):
-        kept = ops.cast(y != -100, ms.float32)
-        labels = ops.where(y == -100, ops.zeros_like(y), y)
-        return (ops.cross_entropy(self.net(x), labels, reduction="none") * kept).mean()
+def focal_of(loss):
+    return (1 - ops.exp(-loss)) ** 2 * loss
 
 
-@wrong("(None, CountNotIgnored())", X, IGNORED, loss_weights=(1.0, 0.5))
-class SecondLossIgnores(Classes):
-    def construct(self, x, y):
-        logits = self.net(x)
-        return ops.square(logits).mean(), ops.cross_entropy(logits, y)
+def ratio(m, tokens, labels):
+    valid = ops.cast(labels != 0, ms.float32)
+    return (of_tokens(m, tokens, labels) * valid).sum(), valid.sum()
 
 
-@wrong("", X, LABELS)
-class MeanOverPositives(Classes):
+def ratio_of_positives(m, x, y):
+    positive = ops.cast(y > 1, ms.float32)
+    return (entropies(m, x, y) * positive).sum(), positive.sum()
+
+
+def tokens_by_hand(m, tokens, labels):
+    valid = labels != -100
+    return weighed(of_tokens(m, tokens, ops.where(valid, labels, ops.zeros_like(labels))), valid)
+
+
+def padding_by_hand(m, tokens, labels):
+    valid = ops.cast(labels != 0, ms.float32)
+    return (of_tokens(m, tokens, labels) * valid).sum() / ops.maximum(valid.sum(), Tensor(1.0))
+
+
+def own_padding_index(m, tokens, labels):
+    return weighed(of_tokens(m, tokens, labels), ops.cast(labels != m.pad_id, ms.float32))
+
+
+def count_of_what_is_not_ignored(m, x, y):
+    kept = ops.cast(y != -100, ms.float32)
+    return (entropies(m, x, ops.where(y == -100, ops.zeros_like(y), y)) * kept).mean()
+
+
+def mean_over_positives(m, x, y):
     """As of a detector, by the number of objects."""
-
-    def construct(self, x, y):
-        positive = ops.cast(y > 0, ms.float32)
-        losses = ops.cross_entropy(self.net(x), y, reduction="none")
-        return losses.sum() / ops.maximum(positive.sum(), Tensor(1.0))
+    return entropies(m, x, y).sum() / ops.maximum(ops.cast(y > 0, ms.float32).sum(), Tensor(1.0))
 
 
-@wrong("CountNotIgnored()", TOKENS, NEXT, split=MaxTokens(24, length=lambda t, y: (y >= 0).sum(1)), count=CountMask(0))
-class TokensOfMaxTokens(Words):
-    def __init__(self):
-        super().__init__()
-        self.loss = nn.CrossEntropyLoss()
-
-    def construct(self, tokens, labels):
-        return self.loss(self.head(self.embedding(tokens)).reshape((-1, WORDS)), labels.reshape((-1,)))
+def dice(m, x, y):
+    chances = ops.sigmoid(m.net(x))
+    return 1 - 2 * (chances * y).sum() / ((chances**2).sum() + (y**2).sum())
 
 
-# -- wrong: shapes -----------------------------------------------------------------------------------------------------
+def variance_of_batch(m, x):
+    out = m.net(x)
+    return ops.relu(1 - out.std(axis=0)).mean() + ops.square(out).mean()
 
 
-@wrong("input 1 of shape", X, TARGET[:, 0])
-class FlatLabels(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x) - y).mean()
+def barlow_twins(m, a, b):
+    a, b = m.net(a), m.net(b)
+    a, b = (a - a.mean(0)) / (a.std(0) + 1e-3), (b - b.mean(0)) / (b.std(0) + 1e-3)
+    return ops.square(a.T @ b / a.shape[0] - ops.eye(CLASSES, CLASSES, ms.float32)).sum()
 
 
-@wrong("input 1 of shape", X, TARGET)
-class FlatOutputs(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x)[:, 0] - y).mean()
+def balanced_experts(m, x, y):
+    chances = ops.softmax(m.router(x))
+    load = ops.one_hot(chances.argmax(1), 3, Tensor(1.0), Tensor(0.0)).mean(0)
+    return ops.cross_entropy(m.net(x), y) + 0.5 * 3 * (chances.mean(0) * load).sum()
 
 
-@wrong("input 1 of shape", X, TARGET[:, 0])
-class FlatLabelsOfMindSpore(Net):
-    def __init__(self):
-        super().__init__()
-        self.loss = nn.L1Loss()
-
-    def construct(self, x, y):
-        return self.loss(self.net(x), y)
+def entropy_of_mean(m, x, y):
+    mean = ops.softmax(m.net(x)).mean(0)
+    return ops.cross_entropy(m.net(x), y) + (mean * ops.log(mean)).sum()
 
 
-# -- wrong: functions of a mean, and of several samples ----------------------------------------------------------------
+def hardest_half(m, x, y):
+    losses = squares(m, x, y)[:, 0]
+    return ops.topk(losses, (losses.shape[0] + 1) // 2)[0].mean()
 
 
-@wrong(BATCH, X, TARGET)
-class RootOfMean(Net):
-    def construct(self, x, y):
-        return ops.sqrt(ops.square(self.net(x) - y).mean())
+def whitened_advantages(m, x, reward):
+    return -(ops.tanh(m.net(x)) * (reward - reward.mean()) / (reward.std() + 1e-3)).mean()
 
 
-@wrong(BATCH, X, LABELS)
-class Perplexity(Classes):
-    def construct(self, x, y):
-        return ops.exp(ops.cross_entropy(self.net(x), y))
+def correlation(m, x, y):
+    out = m.net(x)
+    a, b = out - out.mean(), y - y.mean()
+    return 1 - (a * b).sum() / ops.sqrt((a**2).sum() * (b**2).sum())
 
 
-@wrong(BATCH, X, TARGET)
-class LogOfMean(Net):
-    def construct(self, x, y):
-        return ops.log(ops.square(self.net(x) - y).mean() + 1e-6)
-
-
-@wrong(BATCH, X, LABELS)
-class FocalOfMean(Classes):
-    def construct(self, x, y):
-        loss = ops.cross_entropy(self.net(x), y)
-        return (1 - ops.exp(-loss)) ** 2 * loss
-
-
-@wrong(BATCH, X, ONE_HOT)
-class Dice(Classes):
-    def construct(self, x, y):
-        chances = ops.sigmoid(self.net(x))
-        return 1 - 2 * (chances * y).sum() / ((chances**2).sum() + (y**2).sum())
-
-
-@wrong(BATCH, X, X2)
-class InfoNCE(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key = dense(FEATURES, 5), dense(FEATURES, 5)
-
-    def construct(self, a, b):
-        return ops.cross_entropy(self.query(a) @ self.key(b).T, ops.arange(a.shape[0]))
-
-
-@wrong(BATCH, X)
-class VarianceOfBatch(Classes):
-    def construct(self, x):
-        out = self.net(x)
-        return ops.relu(1 - out.std(axis=0)).mean() + ops.square(out).mean()
-
-
-@wrong(BATCH, X, X2)
-class BarlowTwins(Classes):
-    def construct(self, a, b):
-        a, b = self.net(a), self.net(b)
-        a, b = (a - a.mean(0)) / (a.std(0) + 1e-3), (b - b.mean(0)) / (b.std(0) + 1e-3)
-        c = a.T @ b / a.shape[0]
-        return ops.square(c - ops.eye(CLASSES, CLASSES, ms.float32)).sum()
-
-
-@wrong(BATCH, X, LABELS)
-class BalancedExperts(Classes):
-    def __init__(self):
-        super().__init__()
-        self.router = dense(FEATURES, 3)
-
-    def construct(self, x, y):
-        chances = ops.softmax(self.router(x))
-        load = ops.one_hot(chances.argmax(1), 3, Tensor(1.0), Tensor(0.0)).mean(0)
-        return ops.cross_entropy(self.net(x), y) + 0.5 * 3 * (chances.mean(0) * load).sum()
-
-
-@wrong(BATCH, X, LABELS)
-class EntropyOfMean(Classes):
-    def construct(self, x, y):
-        mean = ops.softmax(self.net(x)).mean(0)
-        return ops.cross_entropy(self.net(x), y) + (mean * ops.log(mean)).sum()
-
-
-@wrong(BATCH, X, TARGET)
-class HardestHalf(Net):
-    def construct(self, x, y):
-        losses = ops.square(self.net(x) - y)[:, 0]
-        return ops.topk(losses, (losses.shape[0] + 1) // 2)[0].mean()
-
-
-@wrong(BATCH, X, TARGET)
-class WhitenedAdvantages(Net):
-    def construct(self, x, reward):
-        advantage = (reward - reward.mean()) / (reward.std() + 1e-3)
-        return -(ops.tanh(self.net(x)) * advantage).mean()
-
-
-@wrong(BATCH, X, TARGET)
-class Correlation(Net):
-    def construct(self, x, y):
-        out = self.net(x)
-        a, b = out - out.mean(), y - y.mean()
-        return 1 - (a * b).sum() / ops.sqrt((a**2).sum() * (b**2).sum())
-
-
-@wrong(BATCH, X, X2, FRACTIONS)
-class KTO(Net):
+def kto(m, x, other, desirable):
     """The reward is compared with a mean over the batch, which has no gradient."""
-
-    def construct(self, x, other, desirable):
-        reward, reference = self.net(x)[:, 0], ops.stop_gradient(self.net(other).mean())
-        return (1 - ops.sigmoid((2 * (desirable > 0.5) - 1) * (reward - reference))).mean()
+    reward, reference = m.net(x)[:, 0], ops.stop_gradient(m.net(other).mean())
+    return (1 - ops.sigmoid((2 * (desirable > 0.5) - 1) * (reward - reference))).mean()
 
 
-@wrong(BATCH, X, LABELS)
-class BatchMaximum(Classes):
-    def construct(self, x, y):
-        out = self.net(x)
-        return ops.cross_entropy(out / ops.stop_gradient(ops.abs(out).max()), y)
+def batch_maximum(m, x, y):
+    out = m.net(x)
+    return ops.cross_entropy(out / ops.stop_gradient(ops.abs(out).max()), y)
 
 
-@wrong("", X)
-class SumOfVariationalDivergence(nn.Cell):
+def sum_of_variational_divergence(m, x):
     """A mean, and a divergence that is summed, with noise."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean, self.spread, self.up = dense(FEATURES, 3), dense(FEATURES, 3), dense(3, FEATURES)
-
-    def construct(self, x):
-        mean, spread = self.mean(x), self.spread(x)
-        drawn = mean + ops.exp(0.5 * spread) * ops.standard_normal(mean.shape)
-        divergence = -0.5 * (1 + spread - mean**2 - ops.exp(spread)).sum()
-        return ops.square(self.up(drawn) - x).mean() + divergence
+    mean, spread = m.net(x), m.spread(x)
+    drawn = mean + ops.exp(0.5 * spread) * ops.standard_normal(mean.shape)
+    divergence = -0.5 * (1 + spread - mean**2 - ops.exp(spread)).sum()
+    return ops.square(m.up(drawn) - x).mean() + divergence
 
 
-@wrong("", X, TARGET, reduction="sum")
-class SumWithPenalty(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x) - y).sum() + 0.5 * ops.square(self.net.weight).sum()
+def dice_of_each_sample(m, x, y):
+    chances = ops.sigmoid(m.net(x))
+    return (1 - 2 * (chances * y).sum(1) / (chances + y).sum(1)).mean()
 
 
-# -- right -------------------------------------------------------------------------------------------------------------
+def variational(m, x):
+    mean, spread = m.net(x), m.spread(x)
+    drawn = mean + ops.exp(0.5 * spread) * ops.randn_like(mean)
+    divergence = -0.5 * (1 + spread - mean**2 - ops.exp(spread)).sum(1).mean()
+    return ops.square(m.up(drawn) - x).mean() + divergence
 
 
-@right(X, TARGET)
-class MeanOfSquares(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x) - y).mean()
-
-
-@right(X, TARGET)
-class WithLoss(nn.WithLossCell):
-    def __init__(self):
-        super().__init__(dense(FEATURES, 1), nn.MSELoss())
-
-
-@right(X, LABELS)
-class CrossEntropy(nn.WithLossCell):
-    def __init__(self):
-        super().__init__(dense(FEATURES, CLASSES), nn.CrossEntropyLoss(label_smoothing=0.1))
-
-
-@right(X, TARGET)
-class MeanPlusDecay(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x) - y).mean() + 0.5 * ops.square(self.net.weight).sum()
-
-
-@right(X, TARGET)
-class SumOverSamplesByShape(Net):
-    def construct(self, x, y):
-        return ops.abs(self.net(x) - y).sum() / x.shape[0]
-
-
-@right(X, TARGET, reduction="sum")
-class SumGivenAsSum(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x) - y).sum()
-
-
-@right(X, TARGET)
-class SumThatSaysSo(nn.WithLossCell):
-    def __init__(self):
-        super().__init__(dense(FEATURES, 1), nn.MSELoss(reduction="sum"))
-
-
-@right(X, IGNORED, count=CountNotIgnored())
-class CountedLabels(Classes):
-    def construct(self, x, y):
-        return ops.cross_entropy(self.net(x), y)
-
-
-@right(X, LABELS, count=CountClassWeights(Tensor(CLASS_WEIGHTS)))
-class CountedClasses(Classes):
-    def construct(self, x, y):
-        return ops.cross_entropy(self.net(x), y, weight=Tensor(CLASS_WEIGHTS))
-
-
-@right(TOKENS, TOKENS, MASK, count=CountMask())
-class CountedMask(Words):
-    def construct(self, tokens, labels, mask):
-        return (self.losses(tokens, labels) * mask).sum() / mask.sum()
-
-
-@right(TOKENS, NEXT, count=CountNotIgnored(shift=1))
-class CountedShift(Words):
-    def construct(self, tokens, labels):
-        logits = self.head(self.embedding(tokens))[:, :-1]
-        return ops.cross_entropy(logits.reshape((-1, WORDS)), labels[:, 1:].reshape((-1,)))
-
-
-@right(TOKENS, PADDED, reduction="ratio")
-class Ratio(Words):
-    def construct(self, tokens, labels):
-        valid = ops.cast(labels != 0, ms.float32)
-        return (self.losses(tokens, labels) * valid).sum(), valid.sum()
-
-
-@right(X, LABELS, reduction="ratio", min_count=1)
-class RatioOfPositives(Classes):
-    def construct(self, x, y):
-        positive = ops.cast(y > 1, ms.float32)
-        return (ops.cross_entropy(self.net(x), y, reduction="none") * positive).sum(), positive.sum()
-
-
-@right(X, LABELS, reduction="sum", count=lambda x, y: ops.cast(y > 1, ms.float32).sum(), min_count=1)
-class CountedSum(Classes):
-    def construct(self, x, y):
-        return ops.cross_entropy(self.net(x), y, reduction="sum")
-
-
-@right(TOKENS, TOKENS, MASK)
-class MeanOfEachSample(Words):
-    def construct(self, tokens, labels, mask):
-        return ((self.losses(tokens, labels) * mask).sum(1) / mask.sum(1)).mean()
-
-
-@right(X, ONE_HOT)
-class DiceOfEachSample(Classes):
-    def construct(self, x, y):
-        chances = ops.sigmoid(self.net(x))
-        return (1 - 2 * (chances * y).sum(1) / (chances + y).sum(1)).mean()
-
-
-@right(X, TARGET)
-class RootOfEachSample(Net):
-    def construct(self, x, y):
-        return ops.sqrt(ops.square(self.net(x) - y) + 1e-6).mean()
-
-
-@right(X, LABELS)
-class Focal(Classes):
-    def construct(self, x, y):
-        losses = ops.cross_entropy(self.net(x), y, reduction="none")
-        return ((1 - ops.exp(-losses)) ** 2 * losses).mean()
-
-
-@right(X, BINARY)
-class BinaryWithLogits(nn.WithLossCell):
-    def __init__(self):
-        super().__init__(dense(FEATURES, 1), nn.BCEWithLogitsLoss())
-
-
-@right(X, LABELS)
-class WithDropout(Classes):
-    def __init__(self):
-        super().__init__()
-        self.drop = nn.Dropout(p=0.5)
-        self.set_train()
-
-    def construct(self, x, y):
-        return ops.cross_entropy(self.net(self.drop(x)), y)
-
-
-@right(X, LABELS)
-class WithDropoutByFunction(Classes):
-    def construct(self, x, y):
-        return ops.cross_entropy(self.net(ops.dropout(x, 0.5, self.training)), y)
-
-
-@right(IMAGES, LABELS)
-class WithBatchNorm(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 5, 3, weight_init=weights(5, 3, 3, 3)), nn.BatchNorm2d(5)
-        self.head = dense(5, CLASSES)
-        self.set_train()
-
-    def construct(self, x, y):
-        return ops.cross_entropy(self.head(ops.relu(self.norm(self.conv(x))).mean((2, 3))), y)
-
-
-@right(IMAGES, MAPS)
-class Segmentation(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, CLASSES, 3, weight_init=weights(CLASSES, 3, 3, 3))
-
-    def construct(self, x, y):
-        return ops.cross_entropy(self.conv(x), y)
-
-
-@right(X)
-class Variational(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.mean, self.spread, self.up = dense(FEATURES, 3), dense(FEATURES, 3), dense(3, FEATURES)
-
-    def construct(self, x):
-        mean, spread = self.mean(x), self.spread(x)
-        drawn = mean + ops.exp(0.5 * spread) * ops.randn_like(mean)
-        divergence = -0.5 * (1 + spread - mean**2 - ops.exp(spread)).sum(1).mean()
-        return ops.square(self.up(drawn) - x).mean() + divergence
-
-
-@right(X)
-class Denoising(Classes):
+def denoising(m, x):
     """Noise of each sample, and a time that is drawn."""
-
-    outputs = FEATURES
-
-    def construct(self, x):
-        time = ops.rand(x.shape[0], 1)
-        noise = ops.normal(x.shape, Tensor(0.0), Tensor(1.0))
-        return ops.square(self.net(time * x + (1 - time) * noise) - noise).mean()
+    time = ops.rand(x.shape[0], 1)
+    noise = ops.normal(x.shape, Tensor(0.0), Tensor(1.0))
+    return ops.square(m.net(time * x + (1 - time) * noise) - noise).mean()
 
 
-@right(X, X2)
-class Pairs(Classes):
+def pairs(m, a, b):
     """Samples 2i and 2i + 1 belong together, in each micro-batch too."""
-
-    def construct(self, a, b):
-        a = self.net(a).reshape((-1, 2, CLASSES))
-        return ops.relu(1 - ops.abs(a[:, 0] - a[:, 1]).sum(1)).mean() + ops.square(self.net(b)).mean()
+    a = m.net(a).reshape((-1, 2, CLASSES))
+    return ops.relu(1 - ops.abs(a[:, 0] - a[:, 1]).sum(1)).mean() + ops.square(m.net(b)).mean()
 
 
-@right(X)
-class GroupsOfFour(Classes):
-    def construct(self, x):
-        rewards = self.net(x).sum(1).reshape((-1, 4))
-        return -((rewards - rewards.mean(1, keep_dims=True)) ** 2).mean()
+def groups_of_four(m, x):
+    rewards = m.net(x).sum(1).reshape((-1, 4))
+    return -((rewards - rewards.mean(1, keep_dims=True)) ** 2).mean()
 
 
-@right(X, X2)
-class Preference(Net):
-    """DPO: each pair by itself."""
-
-    def construct(self, chosen, rejected):
-        return -ops.log(ops.sigmoid(0.1 * (self.net(chosen) - self.net(rejected)))).mean()
-
-
-@right(X, TARGET)
-class PolicyGradient(Net):
+def policy_gradient(m, x, reward):
     """It cancels."""
-
-    def construct(self, x, reward):
-        ratio = ops.exp(self.net(x) - ops.stop_gradient(self.net(x)))
-        advantage = reward - 0.5
-        return -ops.minimum(ratio * advantage, ops.clamp(ratio, 0.8, 1.2) * advantage).mean()
+    ratio = ops.exp(m.net(x) - ops.stop_gradient(m.net(x)))
+    advantage = reward - 0.5
+    return -ops.minimum(ratio * advantage, ops.clamp(ratio, 0.8, 1.2) * advantage).mean()
 
 
-@right(X, TARGET, FRACTIONS[:5], split=EvenSplit(shared=(2,)))
-class SharedTable(Net):
-    def construct(self, x, y, table):
-        return (ops.square(self.net(x) - y) * table.mean()).mean()
+def with_outputs(m, x, y):
+    logits = m.net(x)
+    return ops.cross_entropy(logits, y), logits, logits.argmax(1)
 
 
-@right(X.T.copy(), TARGET.T.copy(), split=EvenSplit(axis=1))
-class SamplesOnAxisOne(Net):
-    def construct(self, x, y):
-        return ops.square(self.net(x.T) - y.T).mean()
+def gradient_penalty(m, x, y):
+    slope = ops.grad(lambda x: ops.tanh(m.net(x)).sum())(x)
+    return (m.net(x) - y).mean() + ops.square(ops.norm(slope, dim=1) - 1).mean()
 
 
-@right(X, LABELS, loss_weights=(1.0, 0.5))
-class TwoLosses(Classes):
-    def construct(self, x, y):
-        logits = self.net(x)
-        return ops.square(logits).mean(), ops.cross_entropy(logits, y)
-
-
-@right(X, IGNORED, loss_weights=(1.0, 0.5), count=(None, CountNotIgnored()))
-class TwoCountedLosses(Classes):
-    def construct(self, x, y):
-        logits = self.net(x)
-        return ops.square(logits).mean(), ops.cross_entropy(logits, y)
-
-
-@right(X, LABELS, aux=True)
-class WithOutputs(Classes):
-    def construct(self, x, y):
-        logits = self.net(x)
-        return ops.cross_entropy(logits, y), logits, logits.argmax(1)
-
-
-@right(X, X2)
-class Triplet(Classes):
-    def construct(self, anchor, other):
-        a, b = self.net(anchor), self.net(other)
-        return ops.relu(ops.square(a - b).sum(1) - 0.5).mean()
-
-
-@right(TOKENS, NEXT, split=MaxTokens(24, length=lambda t, y: (y >= 0).sum(1)), count=CountNotIgnored())
-class TokensThatAreCounted(Words):
-    def construct(self, tokens, labels):
-        return ops.cross_entropy(self.head(self.embedding(tokens)).reshape((-1, WORDS)), labels.reshape((-1,)))
-
-
-@right(X.astype(np.float16), TARGET.astype(np.float16))
-class HalfPrecision(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.net = dense(FEATURES, 1).to_float(ms.float16)
-
-    def construct(self, x, y):
-        return ops.square(self.net(x) - y).mean()
-
-
-@right(X, LABELS)
-class OneClass(Classes):
-    """Nothing can be seen: all samples have the same loss."""
-
-    def construct(self, x, y):
-        return ops.cross_entropy(self.net(x) * 0, y)
-
-
-@right(X, TARGET)
-class GradientPenalty(Net):
-    def construct(self, x, y):
-        slope = ops.grad(self.critic)(x)
-        return (self.net(x) - y).mean() + ops.square(ops.norm(slope, dim=1) - 1).mean()
-
-    def critic(self, x):
-        return ops.tanh(self.net(x)).sum()
-
-
-@right(X, TARGET)
-class Huber(nn.WithLossCell):
-    def __init__(self):
-        super().__init__(nn.SequentialCell(dense(FEATURES, 8), nn.LayerNorm((8,)), dense(8, 1)), nn.HuberLoss())
-
-
-@right(TOKENS, LABELS)
-class Recurrent(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 5, embedding_table=weights(WORDS, 5))
-        self.lstm, self.head = nn.GRU(5, 6, batch_first=True), dense(6, CLASSES)
-
-    def construct(self, tokens, labels):
-        return ops.cross_entropy(self.head(self.lstm(self.embedding(tokens))[0][:, -1]), labels)
-
-
-@right(X, TARGET)
-class CountsItsCalls(Net):
+def counts_its_calls(m, x, y):
     """State that changes no loss."""
+    m.calls.append(x.shape)
+    return squares(m, x, y).mean()
 
-    def __init__(self):
-        super().__init__()
-        self.calls = []
 
-    def construct(self, x, y):
-        self.calls.append(x.shape)
-        return ops.square(self.net(x) - y).mean()
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+SUM, BATCH, SHAPE = 'reduction="sum"', "WithBatchLossCell", "input 1 of shape"
+TWO = {"loss_weights": (1.0, 0.5)}
+CUT = {"split": MaxTokens(24, length=longest)}
+
+WRONG: dict[str, Case] = {
+    # sums
+    "sum_of_squares": wrong(SUM, one, sum_of_squares, X, TARGET),
+    "sum_over_batch_size": wrong(SUM, one, lambda *batch: sum_of_squares(*batch) / 16, X, TARGET),
+    "half_sum": wrong(SUM, one, lambda m, x, y: 0.5 * ops.reduce_sum((m.net(x) - y) ** 2), X, TARGET),
+    "sum_of_cross_entropies": wrong(SUM, classes, lambda *batch: entropies(*batch).sum(), X, LABELS),
+    "sum_over_tokens": wrong(SUM, words, lambda m, x, y: (of_tokens(m, x, y) * (y != 0)).sum(), TOKENS, PADDED),
+    "sum_of_autoencoder": wrong(
+        SUM, lambda: nn.SequentialCell(of(2)(), nn.Tanh(), dense(2, FEATURES)), sum_of_squares, X, X2
+    ),
+    "mean_given_as_sum": wrong('reduction="mean"', one, mean_of_squares, X, TARGET, reduction="sum"),
+    "mean_given_as_ratio": wrong(
+        "return the sum", one, lambda m, x, y: (mean_of_squares(m, x, y), len(x)), X, TARGET, reduction="ratio"
+    ),
+    # means over other items
+    "ignored_labels": wrong("CountNotIgnored()", classes, cross_entropy, X, IGNORED),
+    "tokens_by_hand": wrong("CountNotIgnored()", words, tokens_by_hand, TOKENS, NEXT),
+    "padding_by_hand": wrong("CountNotIgnored(ignore_index=0)", words, padding_by_hand, TOKENS, PADDED),
+    "shifted_labels": wrong("CountNotIgnored(shift=1)", words, shifted, TOKENS, NEXT),
+    "own_padding_index": wrong(
+        "CountNotIgnored(ignore_index=3", words, own_padding_index, TOKENS, PADDED_BY_3, more=lambda: {"pad_id": 3}
+    ),
+    "masked_mean": wrong("CountMask()", words, masked, TOKENS, TOKENS, MASK),
+    "fractional_mask": wrong("CountMask()", one, fractional_mask, X, TARGET, FRACTIONS),
+    "importance_in_the_middle": wrong(
+        "CountMask(position=1)",
+        one,
+        lambda m, x, mask, y: weighed(ops.abs(m.net(x) - y)[:, 0], mask),
+        X,
+        FRACTIONS,
+        TARGET,
+    ),
+    "weighted_classes": wrong(
+        "CountClassWeights(", with_loss(classes, nn.CrossEntropyLoss(weight=Tensor(CLASS_WEIGHTS))), None, X, LABELS
+    ),
+    "weighted_classes_by_hand": wrong(
+        "CountClassWeights(importance)",
+        classes,
+        lambda m, x, y: weighed(entropies(m, x, y), m.importance[y]),
+        *(X, LABELS),
+        more=lambda: {"importance": Tensor(CLASS_WEIGHTS)},
+    ),
+    "count_of_what_is_not_ignored": wrong(
+        "count=None", classes, count_of_what_is_not_ignored, X, IGNORED, count=CountNotIgnored()
+    ),
+    "second_loss_ignores": wrong("(None, CountNotIgnored())", classes, two_losses, X, IGNORED, **TWO),
+    "mean_over_positives": wrong("", classes, mean_over_positives, X, LABELS),
+    "tokens_of_max_tokens": wrong("CountNotIgnored()", words, mean_of_tokens, TOKENS, NEXT, count=CountMask(0), **CUT),
+    # shapes
+    "flat_labels": wrong(SHAPE, one, mean_of_squares, X, TARGET[:, 0]),
+    "flat_outputs": wrong(SHAPE, one, lambda m, x, y: ops.square(m.net(x)[:, 0] - y).mean(), X, TARGET),
+    "flat_labels_of_mindspore": wrong(SHAPE, with_loss(one, nn.L1Loss()), None, X, TARGET[:, 0]),
+    # functions of a mean, and of several samples
+    "root_of_mean": wrong(BATCH, one, lambda *batch: ops.sqrt(mean_of_squares(*batch)), X, TARGET),
+    "perplexity": wrong(BATCH, classes, lambda *batch: ops.exp(cross_entropy(*batch)), X, LABELS),
+    "log_of_mean": wrong(BATCH, one, lambda *batch: ops.log(mean_of_squares(*batch) + 1e-6), X, TARGET),
+    "focal_of_mean": wrong(BATCH, classes, lambda *batch: focal_of(cross_entropy(*batch)), X, LABELS),
+    "dice": wrong(BATCH, classes, dice, X, ONE_HOT),
+    "info_nce": wrong(
+        BATCH,
+        of(5),
+        lambda m, a, b: ops.cross_entropy(m.net(a) @ m.key(b).T, ops.arange(a.shape[0])),
+        *(X, X2),
+        more=lambda: {"key": dense(FEATURES, 5)},
+    ),
+    "variance_of_batch": wrong(BATCH, classes, variance_of_batch, X),
+    "barlow_twins": wrong(BATCH, classes, barlow_twins, X, X2),
+    "balanced_experts": wrong(BATCH, classes, balanced_experts, X, LABELS, more=lambda: {"router": dense(FEATURES, 3)}),
+    "entropy_of_mean": wrong(BATCH, classes, entropy_of_mean, X, LABELS),
+    "hardest_half": wrong(BATCH, one, hardest_half, X, TARGET),
+    "whitened_advantages": wrong(BATCH, one, whitened_advantages, X, TARGET),
+    "correlation": wrong(BATCH, one, correlation, X, TARGET),
+    "kto": wrong(BATCH, one, kto, X, X2, FRACTIONS),
+    "batch_maximum": wrong(BATCH, classes, batch_maximum, X, LABELS),
+    "sum_of_variational_divergence": wrong("", of(3), sum_of_variational_divergence, X, more=spread_and_up),
+    "sum_with_penalty": wrong(
+        "", one, lambda *batch: sum_of_squares(*batch) + decay(*batch), X, TARGET, reduction="sum"
+    ),
+}
+RIGHT: dict[str, Case] = {
+    "mean_of_squares": right(one, mean_of_squares, X, TARGET),
+    "with_loss": right(with_loss(one, nn.MSELoss()), None, X, TARGET),
+    "cross_entropy": right(with_loss(classes, nn.CrossEntropyLoss(label_smoothing=0.1)), None, X, LABELS),
+    "mean_plus_decay": right(one, lambda *batch: mean_of_squares(*batch) + decay(*batch), X, TARGET),
+    "sum_over_samples_by_shape": right(one, lambda m, x, y: ops.abs(m.net(x) - y).sum() / x.shape[0], X, TARGET),
+    "sum_given_as_sum": right(one, sum_of_squares, X, TARGET, reduction="sum"),
+    "sum_that_says_so": right(with_loss(one, nn.MSELoss(reduction="sum")), None, X, TARGET),
+    "counted_labels": right(classes, cross_entropy, X, IGNORED, count=CountNotIgnored()),
+    "counted_classes": right(
+        classes,
+        lambda m, x, y: ops.cross_entropy(m.net(x), y, weight=Tensor(CLASS_WEIGHTS)),
+        *(X, LABELS),
+        count=CountClassWeights(Tensor(CLASS_WEIGHTS)),
+    ),
+    "counted_mask": right(words, masked, TOKENS, TOKENS, MASK, count=CountMask()),
+    "counted_shift": right(words, shifted, TOKENS, NEXT, count=CountNotIgnored(shift=1)),
+    "ratio": right(words, ratio, TOKENS, PADDED, reduction="ratio"),
+    "ratio_of_positives": right(classes, ratio_of_positives, X, LABELS, reduction="ratio", min_count=1),
+    "counted_sum": right(
+        classes,
+        lambda *batch: entropies(*batch).sum(),
+        *(X, LABELS),
+        reduction="sum",
+        count=lambda x, y: ops.cast(y > 1, ms.float32).sum(),
+        min_count=1,
+    ),
+    "mean_of_each_sample": right(
+        words, lambda m, x, y, mask: ((of_tokens(m, x, y) * mask).sum(1) / mask.sum(1)).mean(), TOKENS, TOKENS, MASK
+    ),
+    "dice_of_each_sample": right(classes, dice_of_each_sample, X, ONE_HOT),
+    "root_of_each_sample": right(one, lambda *batch: ops.sqrt(squares(*batch) + 1e-6).mean(), X, TARGET),
+    "focal": right(classes, lambda *batch: focal_of(entropies(*batch)).mean(), X, LABELS),
+    "binary_with_logits": right(with_loss(one, nn.BCEWithLogitsLoss()), None, X, BINARY),
+    "with_dropout": right(
+        classes, lambda m, x, y: cross_entropy(m, m.drop(x), y), X, LABELS, more=lambda: {"drop": nn.Dropout(p=0.5)}
+    ),
+    "with_dropout_by_function": right(
+        classes, lambda m, x, y: cross_entropy(m, ops.dropout(x, 0.5, m.training), y), X, LABELS
+    ),
+    "with_batch_norm": right(
+        normalised,
+        lambda m, x, y: ops.cross_entropy(m.head(m.net(x).mean((2, 3))), y),
+        *(IMAGES, LABELS),
+        more=lambda: {"head": dense(5, CLASSES)},
+    ),
+    "segmentation": right(
+        lambda: nn.Conv2d(3, CLASSES, 3, weight_init=weights(CLASSES, 3, 3, 3)), cross_entropy, IMAGES, MAPS
+    ),
+    "variational": right(of(3), variational, X, more=spread_and_up),
+    "denoising": right(of(FEATURES), denoising, X),
+    "pairs": right(classes, pairs, X, X2),
+    "groups_of_four": right(classes, groups_of_four, X),
+    "preference": right(  # DPO: each pair by itself
+        one, lambda m, a, b: -ops.log(ops.sigmoid(0.1 * (m.net(a) - m.net(b)))).mean(), X, X2
+    ),
+    "policy_gradient": right(one, policy_gradient, X, TARGET),
+    "shared_table": right(
+        one,
+        lambda m, x, y, table: (squares(m, x, y) * table.mean()).mean(),
+        *(X, TARGET, FRACTIONS[:5]),
+        split=EvenSplit(shared=(2,)),
+    ),
+    "samples_on_axis_one": right(
+        one, lambda m, x, y: mean_of_squares(m, x.T, y.T), X.T.copy(), TARGET.T.copy(), split=EvenSplit(axis=1)
+    ),
+    "two_losses": right(classes, two_losses, X, LABELS, **TWO),
+    "two_counted_losses": right(classes, two_losses, X, IGNORED, count=(None, CountNotIgnored()), **TWO),
+    "with_outputs": right(classes, with_outputs, X, LABELS, aux=True),
+    "triplet": right(classes, lambda m, a, b: ops.relu(ops.square(m.net(a) - m.net(b)).sum(1) - 0.5).mean(), X, X2),
+    "tokens_that_are_counted": right(words, mean_of_tokens, TOKENS, NEXT, count=CountNotIgnored(), **CUT),
+    "half_precision": right(
+        lambda: one().to_float(ms.float16), mean_of_squares, X.astype(np.float16), TARGET.astype(np.float16)
+    ),
+    "one_class": right(classes, lambda m, x, y: cross_entropy(m, x * 0, y), X, LABELS),  # the loss of all is the same
+    "gradient_penalty": right(one, gradient_penalty, X, TARGET),
+    "huber": right(with_loss(two_layers, nn.HuberLoss()), None, X, TARGET),
+    "recurrent": right(
+        embedding,
+        lambda m, tokens, labels: ops.cross_entropy(m.head(m.gru(m.net(tokens))[0][:, -1]), labels),
+        *(TOKENS, LABELS),
+        more=lambda: {"gru": nn.GRU(5, 6, batch_first=True), "head": dense(6, CLASSES)},
+    ),
+    "counts_its_calls": right(one, counts_its_calls, X, TARGET, more=lambda: {"calls": []}),
+}

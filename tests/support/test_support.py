@@ -1,4 +1,4 @@
-"""Tests of the tests' own helpers: groups of tests, and long-lived ranks."""
+"""Tests of the tests' own helpers: groups of tests, and second runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.support import paths
-from tests.support.ranks import Ranks
 
 CONFTEST = """
 from pathlib import Path
@@ -100,60 +98,3 @@ def test_what_is_run_once_more_runs_in_a_process_of_its_own(tmp_path):
     lines = (tmp_path / "processes").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["a@b-[c]"] * 2 + ["always"] * 2
     assert len(set(lines)) == 4
-
-
-# -- ranks, here a single process, which needs no launcher -------------------------------------------------------------
-
-
-def noted(name):
-    def case(out):
-        if name == "raises":
-            raise ValueError("the case's own error")
-        (out / name).touch()
-        return {f"{name}/number": np.array(len(name))}
-
-    return case
-
-
-CASES = {**{name: noted(name) for name in ("one", "three", "raises")}, **dict.fromkeys(("two", "twice"), noted("two"))}
-
-
-def test_a_case_runs_when_it_is_asked_for_and_once(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    with Ranks(tmp_path, 1) as ranks:
-        (results,) = ranks.worker("tests.support.test_support", out)
-        assert results["one/number"] == 3
-        (out / "one").unlink()
-        assert results["one/number"] == 3
-        results.ask("twice")  # the same function as "two"
-        assert [file.name for file in out.iterdir()] == ["two"]
-        assert ranks.requests == 2
-        with pytest.raises(KeyError):
-            results["one/other"]
-        with pytest.raises(AssertionError, match="ValueError: the case's own error"):
-            results["raises/number"]
-        with pytest.raises(AssertionError, match="ValueError: the case's own error"):
-            results["raises/number"]
-        assert ranks.launches == 1  # a case that raised is not run again
-        assert results["three/number"] == 5  # other cases still run
-        assert ranks.launches == 2
-
-
-def test_a_program_is_one_of_its_own(programs, tmp_path):
-    """It has its own arguments, folder and variables; its changes do not affect the next; its exit code is kept."""
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import os, sys\n"
-        "from pathlib import Path\n"
-        "print(sys.argv[1:], Path.cwd() == Path(__file__).parent, os.environ.get('GIVEN'), hasattr(sys, 'changed'))\n"
-        "sys.changed = True\n"
-        "sys.exit(sys.argv[1] if sys.argv[1] != '0' else None)\n"
-    )
-    first = programs.run(script, "no good", folder=tmp_path, GIVEN="yes")
-    second = programs.run(script, "0", folder=tmp_path)
-    script.write_text("1 / 0")
-    broken = programs.run(script, folder=tmp_path)
-    assert (first.returncode, first.stdout, first.stderr) == (1, "['no good'] True yes False\n", "no good\n")
-    assert (second.returncode, second.stdout) == (0, "['0'] True None False\n")
-    assert broken.returncode == 1 and "ZeroDivisionError" in broken.stderr

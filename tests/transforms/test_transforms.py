@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import mindspore as ms
@@ -27,17 +26,9 @@ from gaccum_ms import (
 from gaccum_ms.backend.parameters import own
 from gaccum_ms.transforms.chain import others
 from tests.support import by_hand, reference
+from tests.support.adopted import joined
 from tests.support.by_hand import ByHand, train_whole
-from tests.support.reference import (
-    FEATURES,
-    PlainSGD,
-    Regression,
-    as_numpy,
-    batches,
-    make_network,
-    relative_error,
-    vector,
-)
+from tests.support.reference import FEATURES, Regression, as_numpy, batches, relative_error, vector
 from tests.support.state import assert_identical, everything, manager
 
 RATE, SAMPLES = 0.05, 11
@@ -46,12 +37,10 @@ DYNAMIC_SCALE = {"current_iterator_step", "last_overflow_iterator_step"}
 SPIKES = {"factor": 3.0, "history": 4, "warmup_updates": 2}
 
 
-def data(number=9, spikes=(3, 7), samples=SAMPLES):
+def data(number=9, spikes=(3, 7)):
     """Regression batches; the targets of spikes are far off."""
-    result = []
-    for index, (x, y) in enumerate(batches(samples, number)):
-        result.append((x, (y * (50 if index in spikes else 1)).astype(np.float32)))
-    return result
+    plain = enumerate(batches(SAMPLES, number))
+    return [(x, (y * (50 if index in spikes else 1)).astype(np.float32)) for index, (x, y) in plain]
 
 
 def momentum(network):
@@ -86,41 +75,44 @@ def assert_same(rows, reference, tolerance=TOLERANCE):
     assert max(map(relative_error, rows, reference)) < tolerance
 
 
+def spikes_and_norm(whole_batches):
+    """The weights after each of these whole batches, and their average, by hand: spikes are left out, norms clipped."""
+    network = Regression()
+    optimizer = ByHand(momentum(network), [by_hand.spikes(norm=3.0), by_hand.global_norm(0.2)])
+    optimizer.after.append(average := by_hand.Average(optimizer.weights(), 0.5))
+    return train_whole(network, optimizer, whole_batches), np.concatenate([one.ravel() for one in average.values])
+
+
+# -- links against the whole batch -------------------------------------------------------------------------------------
+
+
 def shifted(gradients):
     return gradients[0] + 0.125, gradients[1]
 
 
-def shifted_by_hand(gradients, _):
-    return [gradients[0] + 0.125, gradients[1]]
+def links_of(name, network):
+    """A chain, and its rules."""
+    if name == "adaptive":
+        return [AdaptiveGradientClip(0.05, exclude=[network.out])], [by_hand.adaptive(0.05, exclude=[1])]
+    clips = AdaptiveGradientClip(0.1), ClipByGlobalNorm(0.2), ClipByValue(0.1, -0.05)
+    return [SkipSpikes(**SPIKES), shifted, *clips, WeightAverage(0.5)], [
+        by_hand.spikes(3.0, history=4, warmup=2),
+        lambda gradients, _: [gradients[0] + 0.125, gradients[1]],
+        by_hand.adaptive(0.1),
+        by_hand.global_norm(0.2),
+        by_hand.value(-0.05, 0.1),
+    ]
 
 
-# -- each link against the whole batch ---------------------------------------------------------------------------------
-
-LINKS = {
-    "front": (lambda: [ClipByGlobalNorm(0.2)], lambda: [by_hand.global_norm(0.2)]),
-    "global norm": (lambda: [shifted, ClipByGlobalNorm(0.2)], lambda: [shifted_by_hand, by_hand.global_norm(0.2)]),
-    "value": (lambda: [ClipByValue(0.02, -0.05)], lambda: [by_hand.value(-0.05, 0.02)]),
-    "adaptive": (lambda: [AdaptiveGradientClip(0.05)], lambda: [by_hand.adaptive(0.05)]),
-    "median": (lambda: [SkipSpikes(**SPIKES)], lambda: [by_hand.spikes(3.0, history=4, warmup=2)]),
-    "fixed norm": (lambda: [SkipSpikes(norm=3.0)], lambda: [by_hand.spikes(norm=3.0)]),
-    "all": (
-        lambda: [
-            SkipSpikes(**SPIKES),
-            shifted,
-            AdaptiveGradientClip(0.1),
-            ClipByGlobalNorm(0.2),
-            ClipByValue(0.1, -0.05),
-            WeightAverage(0.5),
-        ],
-        lambda: [
-            by_hand.spikes(3.0, history=4, warmup=2),
-            shifted_by_hand,
-            by_hand.adaptive(0.1),
-            by_hand.global_norm(0.2),
-            by_hand.value(-0.05, 0.1),
-        ],
-    ),
-}
+# In graph mode, one chain has all links.
+@pytest.mark.parametrize(("name", "mode"), [("adaptive", "pynative"), ("all", "graph")], indirect=["mode"])
+def test_equals_the_rule_on_whole_batches(name, mode):
+    network = Regression()
+    links, rules = links_of(name, network)
+    step = make_step(*links, network=network)
+    rows = run(step, data())
+    assert_same(rows, whole(rules, data()))
+    assert int(step.update_count.asnumpy()) == (7 if name == "all" else 9)  # two spikes
 
 
 class Halving(Transform):
@@ -133,64 +125,17 @@ class Halving(Transform):
         return tuple(gradient * self.factor for gradient in gradients)
 
 
-def halve(gradients, factors=[2.0]):  # noqa: B006
-    factors[0] = factors[0] / 2
-    return tuple(gradient * factors[0] for gradient in gradients)
-
-
-@pytest.mark.parametrize(
-    ("make_link", "state"), [(Halving, r"self\.factor of 'Halving'"), (lambda: halve, r"factors\[0\] of 'halve'")]
-)
-def test_state_that_a_compiled_update_would_not_write_is_refused_where_it_is_compiled(make_link, state):
-    def step_of(**options):
-        network = Regression()
-        cell = GradAccumulationCell(network, 2, transforms=(make_link(),), **options)
-        return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), RATE)).set_train()
-
-    why = rf"must keep in Parameters what they change .* writes .*{state}.* by self\.state\(.* with jit=False"
-    ms.set_context(mode=ms.GRAPH_MODE)
+def test_state_that_a_compiled_update_would_not_write_is_refused_where_it_is_compiled(pynative):
+    why = r"must keep in Parameters .* writes .*self\.factor of 'Halving'.* by self\.state\(.* with jit=False"
     with pytest.raises(ValueError, match=why):
-        step_of()
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    with pytest.raises(ValueError, match=why):
-        step_of(jit=True)
-    step = step_of()
+        make_step(Halving(), jit=True)
+    step = make_step(Halving())
     ms.set_context(mode=ms.GRAPH_MODE)
     before = everything(step)
-    with pytest.raises(ValueError, match=why):
-        step(*map(Tensor, data()[0]))
+    for call in (lambda: make_step(Halving()), lambda: step(*map(Tensor, data()[0]))):
+        with pytest.raises(ValueError, match=why):
+            call()
     assert_identical(everything(step), before)
-
-
-@functools.cache
-def by_rules_of(name):
-    """The weights after each whole batch, with these links or with none."""
-    return whole(LINKS[name][1]() if name else [], data())
-
-
-# In graph mode, one chain has all links.
-@pytest.mark.core(name=["front", "fixed norm", "all"])
-@pytest.mark.parametrize("name", LINKS)
-def test_equals_the_rule_on_whole_batches(name):
-    ms.set_context(mode=ms.GRAPH_MODE if name == "all" else ms.PYNATIVE_MODE)
-    step = make_step(*LINKS[name][0]())
-    rows = run(step, data())
-    assert_same(rows, by_rules_of(name))
-    assert relative_error(rows[-1], by_rules_of(None)[-1]) > 1e-2  # the rule did something
-    if name in ("median", "fixed norm", "all"):
-        assert int(step.skipped_updates.asnumpy()) == 2
-        assert int(step.update_count.asnumpy()) == 7
-
-
-def test_the_order_of_the_chain_matters():
-    """The same two links in both orders; the test above checks the result of each."""
-    rules = [by_hand.global_norm(0.1), by_hand.value(-0.05, 0.05)]
-    orders = [whole(order, data(3, ())) for order in (rules, rules[::-1])]
-    assert relative_error(orders[0][-1], orders[1][-1]) > 1e-3
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    clips = [lambda: ClipByGlobalNorm(0.1), lambda: ClipByValue(0.05)]
-    for expected, makes in zip(orders, (clips, clips[::-1]), strict=True):
-        assert_same(run(make_step(*(make() for make in makes)), data(3, ())), expected)
 
 
 def test_max_grad_norm_comes_first_and_is_the_clip_at_the_front(pynative):
@@ -201,36 +146,14 @@ def test_max_grad_norm_comes_first_and_is_the_clip_at_the_front(pynative):
     assert front.update.max_grad_norm == 0.1
 
 
-def test_adaptive_clipping_leaves_out_what_is_excluded(pynative):
-    network = Regression()
-    step = make_step(AdaptiveGradientClip(0.05, exclude=[network.out]), network=network)
-    assert_same(run(step, data(4)), whole([by_hand.adaptive(0.05, exclude=[1])], data(4)))
-
-
-@pytest.mark.thorough
-def test_adaptive_clipping_of_filters(pynative):
-    """A unit of a convolution is a filter, as in the paper."""
-    network = make_network("conv")
-    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
-    reference = make_network("conv")
-    by_rule = ByHand(momentum(reference), [by_hand.adaptive(0.02)])
-    expected = train_whole(nn.WithLossCell(reference, nn.CrossEntropyLoss()), by_rule, batches(8, 3))
-    step = make_step(AdaptiveGradientClip(0.02), network=loss_cell)
-    assert_same(run(step, batches(8, 3)), expected)
-
-
 # -- averages ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="pynative")
-@pytest.mark.parametrize(
-    ("warmup", "mode"), [(False, "pynative"), (True, "pynative"), (3.0, "pynative"), (3.0, "graph")], indirect=["mode"]
-)
+@pytest.mark.parametrize(("warmup", "mode"), [(True, "pynative"), (3.0, "graph")], indirect=["mode"])
 def test_averages_are_those_of_whole_batches(warmup, mode):
     network = Regression()
     optimizer = ByHand(momentum(network), [])
-    average = by_hand.Average(optimizer.weights(), 0.5, warmup)
-    optimizer.after.append(average)
+    optimizer.after.append(average := by_hand.Average(optimizer.weights(), 0.5, warmup))
     rows = train_whole(network, optimizer, data(5))
     transform = WeightAverage(0.5, warmup=warmup)
     step = make_step(transform)
@@ -239,8 +162,6 @@ def test_averages_are_those_of_whole_batches(warmup, mode):
         assert mine.dtype == ms.float32
         assert relative_error(as_numpy(mine), expected) < TOLERANCE
         assert mine.name.startswith(own("average."))
-    last = by_hand.Average(optimizer.weights(), 0.5)  # a control: the last weights are not their average
-    assert relative_error(as_numpy(transform.averages[0]), last.values[0]) > 1e-3
 
 
 def test_averages_begin_with_the_weights_before_the_first_update(pynative):
@@ -280,31 +201,9 @@ def test_buffers_are_averaged_on_request(pynative):
         step(*map(Tensor, batch))
         now = as_numpy(network.norm.moving_mean)
         expected = now if expected is None else (expected + now) / 2
-    average = transform.averages[names.index(own("average.norm.moving_mean"))]
-    assert relative_error(as_numpy(average), expected) < TOLERANCE
-    now = as_numpy(network.norm.moving_mean)
     with step.averaged_weights():
         assert relative_error(as_numpy(network.norm.moving_mean), expected) < TOLERANCE
     np.testing.assert_array_equal(as_numpy(network.norm.moving_mean), now)
-    without = make_step(WeightAverage(0.5), network=Normed(), micro_size=2)
-    assert not any("moving" in one.name and "average" in one.name for one in without.get_parameters())
-
-
-def test_averages_of_narrow_weights_are_float32(pynative):
-    network = make_network("cast_weights", ms.bfloat16)
-    cell = GradAccumulationCell(
-        nn.WithLossCell(network, nn.CrossEntropyLoss()), 2, transforms=(ClipByValue(0.5), WeightAverage(0.5))
-    )
-    step = TrainOneStepWithGradAccumulationCell(cell, PlainSGD(0.5, network.trainable_params())).set_train()
-    before = as_numpy(network.out)
-    step(*map(Tensor, batches(8, 1)[0]))
-    after = as_numpy(network.out)
-    (average,) = (one for one in step.get_parameters() if one.name == own("average.out"))
-    np.testing.assert_array_equal(as_numpy(average), (before + after) / 2)
-    with step.averaged_weights():
-        assert network.out.dtype == ms.bfloat16
-        assert relative_error(as_numpy(network.out), as_numpy(average)) < 1e-2
-    np.testing.assert_array_equal(as_numpy(network.out), after)
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------
@@ -313,21 +212,14 @@ def test_averages_of_narrow_weights_are_float32(pynative):
 def test_windows_of_several_batches_and_a_flush(pynative):
     """Windows of two batches, the second window a spike, and a flushed window of one batch."""
     seven = data(7, spikes=(2, 3))
-    joined = [tuple(map(np.concatenate, zip(*seven[at : at + 2], strict=True))) for at in (0, 2, 4, 6)]
-    network = Regression()
-    optimizer = ByHand(momentum(network), [by_hand.spikes(norm=3.0), by_hand.global_norm(0.2)])
-    average = by_hand.Average(optimizer.weights(), 0.5)
-    optimizer.after.append(average)
-    expected = train_whole(network, optimizer, joined)
+    expected, average = spikes_and_norm(joined(seven, 2))
     transform = WeightAverage(0.5)
     step = make_step(SkipSpikes(norm=3.0), ClipByGlobalNorm(0.2), transform, micro_size=2, accumulation_steps=2)
     rows = run(step, seven)
     assert step.flush()
     assert_same([*rows[1::2], weights_of(step)], expected)
-    assert optimizer.updates == int(step.update_count.asnumpy()) == 3
-    assert int(step.skipped_updates.asnumpy()) == 1
-    for mine, value in zip(transform.averages, average.values, strict=True):
-        assert relative_error(as_numpy(mine), value) < TOLERANCE
+    assert (int(step.skipped_updates.asnumpy()), int(step.update_count.asnumpy())) == (1, 3)
+    assert relative_error(vector(transform.averages), average) < TOLERANCE
 
 
 def test_a_window_that_is_dropped_moves_nothing(pynative):
@@ -337,15 +229,11 @@ def test_a_window_that_is_dropped_moves_nothing(pynative):
     run(step, three[:2])
     before = everything(step)
     x, y = three[2]
-    x = x.copy()
-    x[0, 0] = np.inf
-    _, overflow, _ = step(Tensor(x), Tensor(y))
+    _, overflow, _ = step(Tensor(x * np.inf), Tensor(y))
     assert bool(overflow.asnumpy())
     after = everything(step)
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert moved <= {own("batch_count"), own("scale_sense"), *DYNAMIC_SCALE}, moved
-    run(step, three[2:])
-    assert int(step.update_count.asnumpy()) == 3
 
 
 def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer(pynative):
@@ -359,33 +247,13 @@ def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer(pynativ
     assert all(not np.array_equal(before[name], after[name]) for name in judged)
 
 
-def test_a_norm_that_is_not_finite_is_left_out(pynative):
-    """Without a loss scale, nothing else checks the gradient."""
-    step = make_step(SkipSpikes(10.0))
-    x, y = data(1)[0]
-    run(step, [(x, y), (x * np.nan, y)])
-    assert np.isfinite(weights_of(step)).all()
-    assert int(step.skipped_updates.asnumpy()) == 1
-    assert int(step.update_count.asnumpy()) == 1
-
-
-@pytest.mark.parametrize(
-    "link",
-    [ClipByValue(0.5), ClipByValue(0.5, -0.25), ClipByGlobalNorm(1.0)],
-    ids=["value", "two values", "norm"],
-)
-def test_nan_stays_nan(link, pynative):
-    (clipped,) = link((Tensor([np.nan, np.inf, 0.25, -np.inf], ms.float32),))
-    assert np.isnan(clipped.asnumpy()[0])
-    if isinstance(link, ClipByValue):
-        np.testing.assert_array_equal(clipped.asnumpy()[1:], [0.5, 0.25, link.low.asnumpy()])
-
-
-def test_units_of_nan_stay_nan(pynative):
+def test_nan_stays_nan(pynative):
+    gradients = (Tensor([np.nan, np.inf, 0.25, -np.inf], ms.float32),)
+    np.testing.assert_array_equal(ClipByValue(0.5, -0.25)(gradients)[0].asnumpy(), [np.nan, 0.5, 0.25, -0.25])
+    assert np.isnan(ClipByGlobalNorm(1.0)(gradients)[0].asnumpy()[0])
     step = make_step(AdaptiveGradientClip(0.01))
     x, y = data(1)[0]
-    x[0, 0] = np.nan
-    step(Tensor(x), Tensor(y))
+    step(Tensor(x * np.nan), Tensor(y))
     assert np.isnan(as_numpy(step.weights[0])).any()
 
 
@@ -405,9 +273,7 @@ def test_a_gradient_that_stays_large_is_accepted_in_the_end(pynative):
     for size in (1, 1, 1, 1, 40, 40, 40, 40):
         step(Tensor(x), Tensor(y * size))
         updates.append(int(step.update_count.asnumpy()))
-    assert updates[:4] == [1, 2, 3, 4]
-    assert updates[4] == updates[5] == 4
-    assert updates[-1] > 4
+    assert updates[:6] == [1, 2, 3, 4, 4, 4] and updates[-1] > 4
 
 
 def test_links_see_the_gradient_without_the_scale_that_is_left_to_the_optimizer(pynative):
@@ -429,22 +295,16 @@ def test_in_a_loop_of_ones_own(pynative):
     six = data(6, spikes=(2, 3))
     network = Regression()
     optimizer = momentum(network)
-    transform = WeightAverage(0.5)
-    accumulator = GradAccumulator(
-        optimizer, 2, transforms=(SkipSpikes(norm=3.0), ClipByGlobalNorm(0.2), transform), jit=True
-    )
+    links = SkipSpikes(norm=3.0), ClipByGlobalNorm(0.2), WeightAverage(0.5)
+    accumulator = GradAccumulator(optimizer, 2, transforms=links, jit=True)
     grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
     updated = [accumulator(grad_fn(*map(Tensor, batch))[1]) for batch in six]
     assert updated == [False, True, False, False, False, True]
     assert int(accumulator.skipped_updates.asnumpy()) == 1
-    joined = [tuple(map(np.concatenate, zip(*six[at : at + 2], strict=True))) for at in (0, 2, 4)]
-    reference = Regression()
-    by_rule = ByHand(momentum(reference), [by_hand.spikes(norm=3.0), by_hand.global_norm(0.2)])
-    by_rule.after.append(average := by_hand.Average(by_rule.weights(), 0.5))
-    expected = train_whole(reference, by_rule, joined)
+    expected, average = spikes_and_norm(joined(six, 2))
     assert relative_error(weights_of(accumulator), expected[-1]) < TOLERANCE
     with accumulator.averaged_weights():
-        assert relative_error(as_numpy(network.out), average.values[1]) < TOLERANCE
+        assert relative_error(vector(network.trainable_params()), average) < TOLERANCE
         with pytest.raises(RuntimeError, match="no training within 'averaged_weights"):
             accumulator.flush()
 
@@ -472,45 +332,26 @@ def test_the_monitor_records_what_was_left_out(pynative):
 # -- bad arguments -----------------------------------------------------------------------------------------------------
 
 BAD = {
-    "no tuple": (lambda: make_step_of(ClipByValue(1.0)), TypeError, "'transforms' must be a tuple of Transforms"),
     "a class": (lambda: make_step_of((ClipByValue,)), TypeError, "'transforms' must be a tuple of Transforms"),
     "norm of a text": (lambda: ClipByGlobalNorm("1"), TypeError, "'max_norm' must be a float, but got '1'"),
-    "negative norm": (lambda: ClipByGlobalNorm(-1.0), ValueError, "must be positive and finite, but got -1.0"),
     "empty interval": (lambda: ClipByValue(-1.0), ValueError, "got min_value=1.0 and max_value=-1.0"),
-    "infinite value": (lambda: ClipByValue(np.inf), ValueError, "'max_value' must be finite, but got inf"),
-    "zero eps": (lambda: AdaptiveGradientClip(eps=0), ValueError, "'eps' must be positive and finite, but got 0"),
-    "no Parameters": (lambda: AdaptiveGradientClip(exclude=["w"]), TypeError, "'exclude' must be a sequence of Param"),
     "not trained": (
         lambda: make_step(AdaptiveGradientClip(exclude=[ms.Parameter(Tensor(1.0), name="other")])),
-        ValueError,
-        "got other, which it does not update",
+        *(ValueError, "got other, which it does not update"),
     ),
     "no limit": (SkipSpikes, ValueError, "at least one of 'factor' .* must be given"),
-    "small factor": (lambda: SkipSpikes(0.5), ValueError, "'factor' must be more than 1, .* but got 0.5"),
-    "history": (lambda: SkipSpikes(2.0, history=0), ValueError, "'history' must be at least 1, but got 0"),
     "spikes behind a clip": (
         lambda: make_step(ClipByValue(1.0), ClipByGlobalNorm(1.0), SkipSpikes(2.0)),
-        ValueError,
-        "'SkipSpikes' must come before the gradient is clipped",
+        *(ValueError, "'SkipSpikes' must come before the gradient is clipped"),
     ),
-    "spikes behind max_grad_norm": (
-        lambda: make_step(SkipSpikes(2.0), max_grad_norm=1.0),
-        ValueError,
-        "got it behind 'max_grad_norm'",
-    ),
-    "decay": (lambda: WeightAverage(1.0), ValueError, "'decay' must be at least 0 and less than 1, but got 1.0"),
-    "warmup": (lambda: WeightAverage(warmup="3"), TypeError, "'warmup' must be a float, but got '3'"),
-    "no warmup": (lambda: WeightAverage(warmup=0.0), ValueError, "'warmup' must be positive and finite, but got 0.0"),
     "two averages": (
         lambda: make_step(WeightAverage(0.9), WeightAverage(0.99)),
-        ValueError,
-        f"got two Parameters named '{re.escape(own('average.hidden'))}'",
+        *(ValueError, f"got two Parameters named '{re.escape(own('average.hidden'))}'"),
     ),
     "twice the same": (lambda: make_step(*[ClipByValue(1.0)] * 2), ValueError, "or that stands there twice"),
     "buffers of an accumulator": (
         lambda: GradAccumulator(momentum(Regression()), 2, transforms=(WeightAverage(buffers=True),)),
-        ValueError,
-        "'buffers' must be False in a GradAccumulator",
+        *(ValueError, "'buffers' must be False in a GradAccumulator"),
     ),
     "no averages": (lambda: enter(make_step(ClipByValue(1.0))), ValueError, "needs averages, but got none"),
 }
@@ -543,15 +384,10 @@ def only_one(gradients):
     return gradients[:1]
 
 
-def no_tuple(gradients):
-    return gradients[0]
-
-
-@pytest.mark.parametrize(("function", "words"), [(only_one, "but got 1 of shapes"), (no_tuple, "but got no tuple")])
-def test_a_function_that_returns_something_else_is_refused_before_anything_changes(function, words, pynative):
-    step = make_step(function)
+def test_a_function_that_returns_something_else_is_refused_before_anything_changes(pynative):
+    step = make_step(only_one)
     before = everything(step)
-    with pytest.raises(ValueError, match=f"must return a tuple .* {words} .*from '{function.__name__}'"):
+    with pytest.raises(ValueError, match=r"must return a tuple .* but got 1 of shapes .*from 'only_one'"):
         step(*map(Tensor, data(1)[0]))
     assert_identical(before, everything(step), but={own("random_state")})
 
@@ -588,7 +424,6 @@ def test_a_transform_of_ones_own():
     assert own("made") in {one.name for one in step.get_parameters()}
 
 
-@pytest.mark.thorough
 def test_a_search_for_a_size_tries_them_without_using_them(pynative):
     """Before and after the step is built: trials have their own links."""
     network = Regression()
