@@ -35,13 +35,6 @@ class Elided(NamedTuple):
     dtype: np.dtype
 
 
-class Executed(NamedTuple):
-    """A node that has run."""
-
-    node: Node
-    bytes: int  # of the first operand, on one rank
-
-
 def groups_like(group: Sequence[int], ranks: int) -> list[list[int]]:
     """Every rank's group. Rank 0's group has a stride, from which all others follow."""
     stride = group[1] - group[0] if len(group) > 1 else 1
@@ -103,7 +96,8 @@ class Machine:
         self.program = program
         self.ranks = ranks
         self.state: dict[str, list[np.ndarray]] = {}
-        self.executed: list[Executed] = []
+        self.places: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {}
+        self.executed: list[Node] = []  # in the last step
         self.samples_in = samples_in
         # By MindSpore's ids of the slices that cut a rank's own part: whether the value has all samples.
         self._own_parts: dict[str, bool] = {}
@@ -113,9 +107,9 @@ class Machine:
             if re.fullmatch(r"inputs\d+", name):
                 self.inputs.append(token)
                 continue
-            whole = parameters[name]
-            part = (parts or {}).get(re.sub(r"^(accu_grads|gaccum_ms\.(average|moment))\.", "", name)) or rows(shape)
-            self.state[name] = [np.array(whole if whole.shape == shape else part(whole, rank)) for rank in range(ranks)]
+            place = (parts or {}).get(re.sub(r"^(accu_grads|gaccum_ms\.(average|moment))\.", "", name)) or rows(shape)
+            self.places[name] = place if parameters[name].shape != shape else rows(shape)
+            self.state[name] = [np.array(self.places[name](parameters[name], rank)) for rank in range(ranks)]
             assert self.state[name][0].shape == shape, f"{name}: {self.state[name][0].shape}, not {shape}"
 
     def step(self, *batch: Sequence[np.ndarray]) -> list[Any]:
@@ -127,10 +121,6 @@ class Machine:
         environment |= {token: list(value) for token, value in zip(self.inputs, batch, strict=True)}
         self._outer = environment
         return [self._value(one, rank) for rank, one in enumerate(self._run(self.program.entry, environment))]
-
-    def whole(self, name: str) -> np.ndarray:
-        """Rank 0's value of a Parameter."""
-        return self.state[name][0]
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
@@ -163,12 +153,12 @@ class Machine:
                 for rank, one in enumerate(zip(*arguments, strict=True))
             ]
         if node.op in ("Assign", "AssignAdd", "SGD", "Momentum"):
-            self.executed.append(Executed(node, 0))
+            self.executed.append(node)
             with np.errstate(all="ignore"):  # devices do not warn
                 return [self._write(node, one, rank) for rank, one in enumerate(zip(*arguments, strict=True))]
         values = [[self._value(one, rank) for rank, one in enumerate(argument)] for argument in arguments]
         first = values[0][0]
-        self.executed.append(Executed(node, first.nbytes if isinstance(first, np.ndarray) else 0))
+        self.executed.append(node)
         if node.op == "StridedSlice" and "redistribution_op" in node.attributes:
             of_samples = values[0][:: self.ranks // self.samples_in]  # of ranks with different samples
             has_all = all(np.array_equal(value, first) for value in of_samples)
@@ -256,7 +246,8 @@ def rows(shape: tuple[int, ...]) -> Callable[[np.ndarray, int], np.ndarray]:
     def part(whole: np.ndarray, rank: int) -> np.ndarray:
         if whole.shape == shape:
             return whole
-        return whole[rank * shape[0] : (rank + 1) * shape[0]]
+        parts = len(whole) // shape[0]
+        return np.split(whole, parts)[rank % parts]
 
     return part
 

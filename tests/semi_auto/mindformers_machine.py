@@ -3,18 +3,16 @@ and the parts of their weights on devices."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tests.semi_auto import machine
 from tests.semi_auto.finished_graph import Node
-from tests.semi_auto.pipeline_machine import Pipeline, Stage
-from tests.support.small_llama import WORDS
+from tests.semi_auto.pipeline_machine import Stage
 
 # -- operators ---------------------------------------------------------------------------------------------------------
 
@@ -138,15 +136,10 @@ machine._ARITHMETIC.update(
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 _ALONE = {hashlib.sha256(str(rank).encode()).hexdigest()[:48] for rank in range(8)}  # names of groups of one rank
-_ZERO = "Tensor(shape=[], dtype=Int32, value=0)"
 
 
 class Devices(Stage):
-    """The devices of a stage, as (data, `model` ) parallel ones."""
-
-    def __init__(self, model: int, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.model = model
+    """The devices of a stage."""
 
     def _resolve(self, text: str, environment: dict) -> list[Any]:
         values = super()._resolve(text, environment)
@@ -155,15 +148,9 @@ class Devices(Stage):
         return values
 
     def _node(self, node: Node, arguments: list, environment: dict) -> list[Any]:
-        if node.op == "Equal" and node.arguments[1] == _ZERO:
-            # Of the words, split over devices, each looks for its own: the constant is the first rank's place.
-            return [np.equal(self._value(one, rank), rank % self.model) for rank, one in enumerate(arguments[0])]
-        if node.op == "Sub" and node.arguments[1] == _ZERO:  # the same for an embedding: the number of its first word
-            own = WORDS // self.model
-            return [self._value(one, rank) - np.int32(rank % self.model * own) for rank, one in enumerate(arguments[0])]
         if node.op in _SEVERAL:
             values = [[self._value(value, rank) for rank, value in enumerate(argument)] for argument in arguments]
-            self.executed.append(machine.Executed(node, 0))
+            self.executed.append(node)
             return [_SEVERAL[node.op](*own) for own in zip(*values, strict=True)]
         slices_own_part = "forward_comm_node_unique_id" in node.attributes and "in_strategy" not in node.attributes
         if node.op == "StridedSlice" and slices_own_part and "pipeline_begin" not in node.attributes:
@@ -179,41 +166,3 @@ class Devices(Stage):
             first = [rank - self.first_rank for rank in node.group]
             return [np.max([values[one] for one in group], axis=0) for group in machine.groups_like(first, self.ranks)]
         return super()._collective(node, values)
-
-    def _are_of_samples(self, parts: int, axis: int) -> bool:
-        return super()._are_of_samples(parts, axis) and not (parts == self.model and axis > 0)
-
-
-# Weights whose rows, or columns, are split over model parallel devices.
-_BY_ROWS = ("wq.", "wk.", "wv.", "w1.", "w3.", "linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")
-_BY_COLUMNS = ("wo.", "w2.", "linear_proj.", "linear_fc2.")
-
-
-def part_of(name: str, shape: tuple[int, ...], data: int, model: int, whole: np.ndarray, rank: int) -> np.ndarray:
-    """The part of a weight, which has this shape on each of (data, model) parallel devices."""
-    for axis in range(whole.ndim):
-        parts = whole.shape[axis] // shape[axis]
-        if parts == 1:
-            continue
-        split = _BY_COLUMNS if axis else _BY_ROWS
-        if model > 1 and any(one in name for one in split):  # and over the data parallel ones too, by the optimizer
-            own = rank % model * (parts // model) + rank // model % (parts // model)
-        else:
-            own = rank % parts if parts == data * model else rank // model % parts
-        whole = np.take(whole, range(own * shape[axis], (own + 1) * shape[axis]), axis)
-    return whole
-
-
-def pipeline_of(programs: Sequence, parameters: Sequence, data: int, model: int) -> Pipeline:
-    """The stages of a case: one, or those of a pipeline."""
-    stages = []
-    for number, (program, values) in enumerate(zip(programs, parameters, strict=True)):
-        parts = parts_of(program.shapes, data, model)
-        stages.append(Devices(model, number, program, 8 // len(programs), values, parts, data))
-    return Pipeline(stages)
-
-
-def parts_of(shapes: dict[str, tuple[int, ...]], data: int, model: int) -> dict[str, Callable]:
-    """How the Parameters of a graph lie on devices."""
-    names = {token.split("_", 1)[1]: shape for token, shape in shapes.items()}
-    return {name: functools.partial(part_of, name, shape, data, model) for name, shape in names.items()}

@@ -1,5 +1,6 @@
 """A pipeline in NumPy: one machine for each stage, each in a thread. Send and Receive are queues between two ranks, and
-collectives over stages are meetings. If no stage can go on, that is an error which says what each waits for."""
+collectives over stages are meetings. A Send waits for its Receive. If no stage can go on, that is an error which says
+what each waits for."""
 
 from __future__ import annotations
 
@@ -16,20 +17,10 @@ from tests.semi_auto.finished_graph import Node
 from tests.semi_auto.machine import Machine
 
 
-class Deadlock(Exception):
-    """What each stage waits for."""
-
-
 class Meeting:
-    """What the stages send one another.
+    """What so many stages send one another."""
 
-    Args:
-        stages (int): The number of stages.
-        blocks (bool): Whether a Send waits for its Receive.
-    """
-
-    def __init__(self, stages: int, blocks: bool) -> None:
-        self.blocks = blocks
+    def __init__(self, stages: int) -> None:
         self.changed = threading.Condition()
         self.running = set(range(stages))
         self.waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
@@ -51,7 +42,7 @@ class Meeting:
         blocked = set(self.waiting) == self.running and not any(ready() for _, ready in self.waiting.values())
         if blocked and self.running and self.failed is None:
             texts = [f"stage {stage} waits {text}" for stage, (text, _) in sorted(self.waiting.items())]
-            self.fail(Deadlock("; ".join(texts)))
+            self.fail(AssertionError("; ".join(texts)))
 
     def fail(self, error: BaseException) -> None:
         self.failed = self.failed or error
@@ -63,13 +54,12 @@ class Meeting:
             for ends, value in values.items():
                 self.queues[ends].append((label, value))
             self.changed.notify_all()
-            if self.blocks:
-                (sender, receiver), *_ = values
-                self.wait(
-                    stage,
-                    f"until rank {receiver} receives '{label}' from rank {sender}",
-                    lambda: not any(self.queues[ends] for ends in values),
-                )
+            (sender, receiver), *_ = values
+            self.wait(
+                stage,
+                f"until rank {receiver} receives '{label}' from rank {sender}",
+                lambda: not any(self.queues[ends] for ends in values),
+            )
 
     def receive(self, stage: int, ends: Sequence[tuple[int, int]], label: str) -> list[np.ndarray]:
         with self.changed:
@@ -170,20 +160,15 @@ def _named(node: Node) -> tuple[int, ...] | None:
 
 
 class Pipeline:
-    """The stages of a case, in their order.
+    """The stages of a case, in their order, each with the graph of its first rank."""
 
-    Args:
-        stages (Sequence[Stage]): Each with the graph of its first rank.
-        blocks (bool): Whether a Send waits for its Receive.
-    """
-
-    def __init__(self, stages: Sequence[Stage], blocks: bool = False) -> None:
-        self.stages, self.blocks = stages, blocks
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = stages
 
     def step(self, *batch: Sequence[np.ndarray]) -> list[list[Any]]:
         """Run all graphs once. `batch` has each device's part of each input, which all stages have. Returns each
         stage's results."""
-        meeting = Meeting(len(self.stages), self.blocks)
+        meeting = Meeting(len(self.stages))
         results: list[Any] = [None] * len(self.stages)
 
         def run(stage: Stage) -> None:
