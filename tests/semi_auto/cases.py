@@ -116,16 +116,10 @@ class Masked(Net):
 
 
 class Scaled(Masked):
-    """`Masked` of labels that a third input scales, which all samples share. It lies whole on each device."""
-
-    def __init__(self, split=None):
-        super().__init__(split=split)
-        self.scale = ops.Mul()
-        if split:
-            self.scale.shard(((split[0], 1), (1, 1)))
+    """`Masked` of labels that a third input scales, which all samples share."""
 
     def construct(self, x, y, scale):
-        return super().construct(x, self.scale(y, scale))
+        return super().construct(x, y * scale)
 
 
 class OverLabels(Masked):
@@ -137,14 +131,6 @@ class OverLabels(Masked):
 
 
 class LazyMasked(Masked):
-    @ms.lazy_inline
-    def __init__(self, **options):
-        super().__init__(**options)
-
-
-class LazyNet(Net):
-    """Uses MindSpore's way to compile a network once for all its calls."""
-
     @ms.lazy_inline
     def __init__(self, **options):
         super().__init__(**options)
@@ -182,6 +168,8 @@ class Dense(nn.Cell):
 
 
 class LazyDense(Dense):
+    """Uses MindSpore's way to compile a network once for all its calls."""
+
     @ms.lazy_inline
     def __init__(self, layers=1, returns="mean"):
         super().__init__(layers, returns)
@@ -252,15 +240,6 @@ def ours(network, micro_size, scale=None, stages=1, model=False, **options):
     if model:
         return ms.Model(cell, optimizer=sgd(network)).train_network
     return TrainOneStepWithGradAccumulationCell(cell, sgd(network), scale)
-
-
-def by_level(micro_size=4):
-    """Mixed precision by `amp_level` , with a loss beside the network; None: MindSpore's own step."""
-    network = nn.SequentialCell(nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 1))
-    cell = network if micro_size is None else GradAccumulationCell(network, micro_size)
-    manager = ms.FixedLossScaleManager(128.0, drop_overflow_update=False)
-    model = ms.Model(cell, nn.MSELoss(), sgd(network), amp_level="O2", loss_scale_manager=manager)
-    return model.train_network.set_train()
 
 
 def half(micro_size, network=Dense):
@@ -378,6 +357,7 @@ OPTIONS = {
     "windows, scale": {"accumulation_steps": 2} | SCALE_AND_CLIP,
     "windows, aux": {"accumulation_steps": 2, "aux": True},
     "windows, sum, count, clamped": {"accumulation_steps": 2, "min_count": 1000.0} | SUMS,
+    "spikes": {"transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1))},
     "transforms": {
         "transforms": lambda: (
             SkipSpikes(norm=100.0, history=8),
@@ -393,7 +373,6 @@ OPTIONS = {
 DEEP = {
     "framework": ("mean", None),
     "mean": ("mean", {}),
-    "ratio": ("ratio", {"reduction": "ratio"}),
     "count": ("mean", {"count": positive}),
     "two sums": ("two sums", {"reduction": "sum", "count": (positive, positive), "loss_weights": (1.0, 0.3)}),
     "two ratios": ("two ratios", {"reduction": "ratio", "loss_weights": (1.0, 0.3)}),
@@ -416,15 +395,13 @@ CASES = {
     "sum": (lambda: ours(Net("sum"), 4, reduction="sum"), SUM),
     "full batch": (lambda: ours(Net(), 4), {"full_batch": True, **SUM}),
     "context by init": (lambda: ours(Net(), 4), {"device_num": None}),
-    "sharded gradients, mean": (lambda: ours(LazyNet(), 4), SHARDED_GRADIENTS),
+    "sharded gradients, mean": (lambda: ours(LazyDense(), 4), SHARDED_GRADIENTS),
     "half": (lambda: half(4), SUM),
     "half, whole": (lambda: half(1), SUM),
     "half, tied": (lambda: half(4, TiedCasts), SUM | {"gpu": True}),
     "half, gpu": (lambda: half(4), SUM | {"gpu": True}),
-    "amp": (by_level, SUM),
-    "amp, whole": (lambda: by_level(None), SUM),
-    "lazy, one micro-batch, clip": (lambda: ours(LazyNet(), 1, max_grad_norm=0.01), SUM),
-    "lazy, gpu": (lambda: ours(LazyNet(), 4), SUM | {"gpu": True}),
+    "lazy, one micro-batch, clip": (lambda: ours(LazyDense(), 1, max_grad_norm=0.01), SUM),
+    "lazy, gpu": (lambda: ours(LazyDense(), 4), SUM | {"gpu": True}),
     **{
         f"{lazy}deep, {kind}, {k}": (lambda net=net, kind=kind, k=k: deep(net, kind, k), SUM)
         for lazy, net in (("", Dense), ("lazy ", LazyDense))
@@ -446,13 +423,9 @@ CASES = {
         lambda: ours(Net("sum"), 4, reduction="sum", accumulation_steps=2),
         SUM | OPTIMIZER_PARALLEL,
     ),
-    "shared, split": (
-        lambda: ours(Scaled(SPLIT), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
-        {
-            "dataset_strategy": ((4, 1), (4, 1), (1, 1)),
-            "shapes": ((2 * SAMPLES, 12), (2 * SAMPLES, 1), (1, 1)),
-            **SUM,
-        },
+    "shared": (
+        lambda: ours(Scaled(), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
+        {"dataset_strategy": ((8, 1), (8, 1), (1, 1)), "shapes": (X, Y, (1, 1)), **SUM},
     ),
     "over labels": (lambda: ours(OverLabels(), 4, reduction="ratio"), SUM),
     "predict": (lambda: predicting(Net()), {"full_batch": True}),

@@ -62,11 +62,6 @@ class Case(NamedTuple):
         return _read(finished)
 
     @property
-    def nodes(self) -> int:
-        """Of all functions of the finished graph."""
-        return sum(len(graph.nodes) for graph in self.program.graphs.values())
-
-    @property
     def adding(self) -> Case:
         """With windows of several batches: the graph that only adds."""
         return Case(self.folder / "adding")

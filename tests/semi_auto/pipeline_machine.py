@@ -4,8 +4,6 @@ what each waits for."""
 
 from __future__ import annotations
 
-import hashlib
-import re
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -13,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.semi_auto.finished_graph import Node
 from tests.semi_auto.machine import Machine
 
 
@@ -94,75 +91,10 @@ class Meeting:
             ]
 
 
-class Stage(Machine):
-    """The devices of one stage. The arguments behind its number are a machine's."""
-
-    meeting: Meeting
-
-    def __init__(self, number: int, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.number, self.first_rank = number, number * self.ranks
-        self.sums: defaultdict[tuple, int] = defaultdict(int)  # over each group, so far
-
-    def join(self, meeting: Meeting) -> None:
-        """Before a step: meet the other stages there."""
-        self.meeting = meeting
-        self.sums.clear()
-
-    def _node(self, node: Node, arguments: list, environment: dict) -> list[Any]:
-        if "pipeline_begin:" in node.attributes:  # a micro-batch, which is no redistribution
-            node = node._replace(attributes=node.attributes.replace("redistribution_op", ""))
-        return super()._node(node, arguments, environment)
-
-    def _collective(self, node: Node, values: list[np.ndarray]) -> list[np.ndarray]:
-        own = range(self.first_rank, self.first_rank + self.ranks)
-        if node.op in ("Send", "Receive"):
-            peer = self._peer(node)
-            pairs = [(rank, peer + index) for index, rank in enumerate(own)]
-            label = f"tag {node.attribute('sr_tag')}"
-            if node.op == "Receive":
-                return self.meeting.receive(self.number, [pair[::-1] for pair in pairs], label)
-            self.meeting.send(self.number, dict(zip(pairs, values, strict=True)), label)
-            return values
-        ranks = _named(node) or node.group
-        if set(ranks) <= set(own):
-            inside = ", ".join(str(rank - self.first_rank) for rank in ranks)
-            attributes = re.sub(r"(group_rank_ids|rank_list): \([\d, ]*\)", rf"\1: ({inside})", node.attributes)
-            return super()._collective(node._replace(attributes=attributes), values)
-        assert node.op == "AllReduce" and 'op: "sum"' in node.attributes, node
-        # Of the first rank's group; with one rank of each stage, that of the others lies beside it.
-        shifts = range(self.ranks) if len(set(ranks) & set(own)) == 1 else [0] * self.ranks
-        groups = [tuple(rank + shift for rank in ranks) for shift in shifts]
-        self.sums[groups[0]] += 1
-        named = [((group, self.sums[groups[0]]), group) for group in groups]
-        return self.meeting.sum(self.number, named, dict(zip(own, values, strict=True)))
-
-    def _peer(self, node: Node) -> int:
-        """The other end of the first rank's Send or Receive."""
-        place = node.attribute("dest_rank" if node.op == "Send" else "src_rank")
-        assert place is not None, node
-        return node.group[place] if "group_rank_ids" in node.attributes else place
-
-
-_GROUPS = [
-    range(first, first + step * size, step)
-    for step, size in ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2))
-    for first in range(8 - step * (size - 1))
-]
-_NAMED = {hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:48]: tuple(ranks) for ranks in _GROUPS}
-
-
-def _named(node: Node) -> tuple[int, ...] | None:
-    """The ranks of a group that was made by `create_group` , which are in MindSpore's name for it: its nodes list all
-    ranks."""
-    name = re.search(r'\bgroup: "([^"]*)"', node.attributes)
-    return _NAMED.get(name.group(1)) if name else None
-
-
 class Pipeline:
-    """The stages of a case, in their order, each with the graph of its first rank."""
+    """The stages of a case, in their order."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Machine]) -> None:
         self.stages = stages
 
     def step(self, *batch: Sequence[np.ndarray]) -> list[list[Any]]:
@@ -171,8 +103,8 @@ class Pipeline:
         meeting = Meeting(len(self.stages))
         results: list[Any] = [None] * len(self.stages)
 
-        def run(stage: Stage) -> None:
-            stage.join(meeting)
+        def run(stage: Machine) -> None:
+            stage.meeting = meeting
             try:
                 own = [batch[int(token.rsplit("inputs", 1)[1])] for token in stage.inputs]
                 results[stage.number] = stage.step(*own)

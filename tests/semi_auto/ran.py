@@ -8,7 +8,8 @@ import numpy as np
 
 from tests.semi_auto.cases import SAMPLES
 from tests.semi_auto.compiled import RANKS
-from tests.semi_auto.pipeline_machine import Pipeline, Stage
+from tests.semi_auto.machine import Machine
+from tests.semi_auto.pipeline_machine import Pipeline
 
 WEIGHTS = ("first", "bias", "second")
 
@@ -64,18 +65,17 @@ class Ran:
         data (tuple or None): Inputs and labels. By default a batch, which is in `data` then, too.
         stages (int): The number of stages.
         steps (int): How often it runs.
-        stage (Callable): Makes the devices of a stage.
         parts (int or None): In how many parts the samples lie, where `layout` does not tell it.
     """
 
-    def __init__(self, case, layout="dp", data=None, stages=1, steps=1, stage=Stage, parts=None):
+    def __init__(self, case, layout="dp", data=None, stages=1, steps=1, parts=None):
         self.parts, places = layout_of(layout, stages)
         self.parts = parts or self.parts
         self.devices = RANKS // stages
         of_stages = [case.stage(number) for number in range(stages)]
         self.values = {name: value for one in of_stages for name, value in one.parameters.items()}
         self.stages = [
-            stage(number, one.program, self.devices, self.values, places, self.parts)
+            Machine(number, one.program, self.devices, self.values, places, self.parts)
             for number, one in enumerate(of_stages)
         ]
         has_all = stages == 1 or layout == "full batch"
