@@ -358,6 +358,14 @@ OPTIONS = {
     "windows, aux": {"accumulation_steps": 2, "aux": True},
     "windows, sum, count, clamped": {"accumulation_steps": 2, "min_count": 1000.0} | SUMS,
     "spikes": {"transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1))},
+    "spikes, average": {
+        "transforms": lambda: (
+            SkipSpikes(norm=100.0, history=8),
+            ClipByGlobalNorm(0.1),
+            ClipByValue(0.01),
+            WeightAverage(0.75),
+        )
+    },
     "transforms": {
         "transforms": lambda: (
             SkipSpikes(norm=100.0, history=8),

@@ -77,7 +77,7 @@ def configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **m
             "sink_mode": bool(broadcasts),
             "sink_size": 1,
         },
-        "runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": False, **wrapper},
+        "runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": False} | dict(wrapper),
         "parallel": {"parallel_mode": 1, "dataset_strategy": [[data, 1]] * len(columns)},
         "context": {"mode": 0, "device_target": "CPU"},
         "optimizer": {"type": "AdamW"},
@@ -85,7 +85,7 @@ def configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **m
         "train_dataset": {"input_columns": columns, "construct_args_key": columns, "batch_size": 1},
         "train_dataset_task": {"type": "CausalLanguageModelDataset"},
         "callbacks": [{"type": "MFLossMonitor"}],
-        "parallel_config": {**parallel_of(layout), **parallel},
+        "parallel_config": parallel_of(layout) | dict(parallel),
         "checkpoint": {"load_path": "", "no_load_optim": False},
         "recompute_config": {"recompute": False},
         "monitor_config": {},
@@ -99,19 +99,10 @@ class Caught(Exception):
 
 
 def by_trainer(
-    layout,
-    per_token=False,
-    wrapper=None,
-    parallel=None,
-    optimizer_of=None,
-    lr=None,
-    broadcasts=0,
-    after=None,
-    is_qwen3=False,
-    **more,
+    layout, per_token=False, wrapper=(), parallel=(), has_groups=False, broadcasts=0, after=None, is_qwen3=False, **more
 ):
-    """The step. `lr` : the Trainer's schedules, of all weights and of groups; `broadcasts` : its
-    `dataset_broadcast_opt_level` ; `after` : called with the step and the callbacks."""
+    """The step. `broadcasts` : the Trainer's `dataset_broadcast_opt_level` ; `after` : called with the step and the
+    callbacks."""
     import mindformers.trainer.base_trainer as base
     from mindformers.trainer.causal_language_modeling import CausalLanguageModelingTrainer
 
@@ -121,8 +112,9 @@ def by_trainer(
 
     class Trainer(CausalLanguageModelingTrainer):
         def create_model_wrapper(self, network, optimizer):
-            if lr is not None:
-                self.lr_scheduler, self.grouped_lr_scheduler = lr()
+            if has_groups:
+                self.lr_scheduler = schedule()
+                self.grouped_lr_scheduler = [{"params": ["attention"], "lr_scheduler": schedule(GROUP_RATE)}]
             ms.set_context(device_target="GPU")
             try:
                 return super().create_model_wrapper(network, optimizer)
@@ -137,7 +129,7 @@ def by_trainer(
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")  # the model and the Trainer run operators
     network = model_of(layout, per_token, is_qwen3)
-    optimizer = (optimizer_of or (lambda net: nn.SGD(net.trainable_params(), schedule())))(network)
+    optimizer = nn.SGD(groups_of(network) if has_groups else network.trainable_params(), schedule())
     columns = ["input_ids", "labels"] if is_qwen3 else ["input_ids"]
     data = ms.dataset.NumpySlicesDataset(dict.fromkeys(columns, np.ones((MICRO, 2), np.int32)), shuffle=False)
     folder = os.getcwd()
@@ -153,7 +145,7 @@ def by_trainer(
         try:
             Trainer(model_name="llama").train(
                 dataset=data.batch(MICRO),
-                config=configuration(layout, per_token, wrapper or {}, parallel or {}, broadcasts, columns, **more),
+                config=configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **more),
                 network=network,
                 optimizer=optimizer,
                 callbacks=[],
@@ -176,27 +168,19 @@ def settings(layout, is_qwen3=False):
     return given | OPTIMIZER_PARALLEL if "op" in layout else given
 
 
-def grouped(network):
-    """An optimizer with groups: attention, and the other weights."""
-    attention, others = of_groups(network)
-    return nn.SGD([{"params": attention, "lr": schedule(GROUP_RATE)}, {"params": others, "lr": schedule()}], schedule())
-
-
-def of_groups(network):
-    weights = network.trainable_params()
-    return [one for one in weights if "attention" in one.name], [one for one in weights if "attention" not in one.name]
-
-
-def rates():
-    """The Trainer's schedules: of all weights, and of the group."""
-    return schedule(), [{"params": ["attention"], "lr_scheduler": schedule(GROUP_RATE)}]
+def groups_of(network):
+    """Attention, and the other weights."""
+    attention, others = (
+        [weight for weight in network.trainable_params() if ("attention" in weight.name) == is_attention]
+        for is_attention in (True, False)
+    )
+    return [{"params": attention, "lr": schedule(GROUP_RATE)}, {"params": others, "lr": schedule()}]
 
 
 SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 10}
 ALL_OPTIONS = {
     "wrapper": {"scale_sense": SCALE, **CLIP},
-    "optimizer_of": grouped,
-    "lr": rates,
+    "has_groups": True,
     "use_skip_data_by_global_norm": True,
     "monitor_config": {"global_norm_spike_threshold": 100.0},
 }

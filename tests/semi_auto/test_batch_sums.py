@@ -55,7 +55,7 @@ def run(cases, option, layout, stages=1, data=None):
         ("plain, clip", "sg", 2),
         ("per sample", "split", 2),
         ("sum, count", "op", 2),
-        ("mean, count", "dp", 2),
+        ("mean, count", "split", 2),
         ("ratio, aux", "auto", 4),
     ],
 )

@@ -8,7 +8,6 @@ import pytest
 
 from tests.semi_auto.compiled import Compiler
 from tests.semi_auto.mindformers_cases import CLIP, GROUP_RATE, LAYOUTS, RATE, TEXTS, WORDS_OF_TEXT
-from tests.semi_auto.mindformers_machine import Devices
 from tests.semi_auto.ran import Ran
 from tests.semi_auto.whole_batch import UpdateBySGD
 from tests.support import no_device
@@ -42,7 +41,7 @@ def texts(name):
 def trained(steps, name, layout, data, changed=None):
     """A case after one step on all devices."""
     parts, stages = LAYOUTS[layout]
-    ran = Ran(steps(name, stages), stages=stages, steps=0, stage=Devices, parts=parts)
+    ran = Ran(steps(name, stages), stages=stages, steps=0, parts=parts)
     for parameter, value in (changed or {}).items():
         for stage in ran.stages:
             stage.state[parameter] = [value] * stage.ranks

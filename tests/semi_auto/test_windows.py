@@ -33,8 +33,8 @@ def run(cases, option, layout, batches, windows):
     [
         ("windows, clip", "split"),
         ("windows, scale", "ws"),
-        ("windows, aux", "sg"),
-        ("windows, sum, count, clamped", "op"),
+        ("windows, aux", "dp"),
+        ("windows, sum, count, clamped", "sg"),
     ],
 )
 def test_two_windows_of_two_batches_equal_two_updates(cases, option, layout):
