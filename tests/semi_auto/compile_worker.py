@@ -1,11 +1,12 @@
 """Compiles training steps for eight GPUs and saves each finished graph: rank 0 of eight does, with a pipeline the first
 rank of each stage, and the other ranks do nothing. They wait for names as files in ``OUT/wanted`` . There is no GPU:
-the compiler runs all its passes and then fails to find the device."""
+the compiler runs all its passes and then fails to find the device. ``compile_worker.py OUT MODULE`` : the module has
+the steps."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -20,7 +21,6 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.communication import create_group, get_rank, init
 
-from gaccum_ms import backend
 from gaccum_ms.backend import cell_graph_executor, fork_utils
 from gaccum_ms.backend.micro_mirrors import unreduced
 from gaccum_ms.launch.cluster import reserved_port
@@ -28,22 +28,10 @@ from gaccum_ms.semi_auto import compiled_once
 from gaccum_ms.semi_auto.modes import settings_of
 from tests.semi_auto.cases import SAMPLES, X, Y
 from tests.semi_auto.compiled import AGAIN, RANKS, TIME_LIMIT, flag_of, folder_of, stages_of
-from tests.semi_auto.pipeline_cases import ALL_CASES
-from tests.support.saturating import yes
 
 # Parts of MindSpore's errors when the graph is finished and there is no device.
 NO_DEVICE = ("cudaGetLastError", "CUDA driver", "no CUDA-capable device")
-OF_CASES = ("reduces", "shapes", "stages", "dtype", "gpu", "saturates")  # settings of a case that are not MindSpore's
-
-
-@contextlib.contextmanager
-def as_on_ascend(saturates):
-    """Context manager in which a network may need lazy_inline, and a device may saturate."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(compiled_once, "runs_on_device", lambda: True))
-        for name in ("ascend_target", "ascend_910a_target") if saturates else ():
-            stack.enter_context(mock.patch.object(backend, name, yes))
-        yield
+OF_CASES = ("shapes", "stages", "dtype", "gpu")  # settings of a case that are not MindSpore's
 
 
 def compile_case(name, make, settings, graphs, folder):
@@ -69,7 +57,7 @@ def compile_case(name, make, settings, graphs, folder):
     if not getattr(step, "spans_batches", False):
         compile_graph(step, inputs, graphs, folder)
         return
-    with contextlib.nullcontext() if settings.get("reduces") else unreduced():
+    with unreduced():
         compile_graph(step._runner._parts.end_window, inputs, graphs, folder / "adding")
     np.savez(folder / "adding" / "parameters.npz", **values)
     vars(step)["called_by_python"] = True
@@ -134,17 +122,17 @@ def compile_wanted(out, cases):
         make, settings = cases[name.partition(AGAIN)[0]]
         stage, place = divmod(rank, RANKS // stages_of(settings))
         if place == 0:
-            device = contextlib.nullcontext() if settings.get("gpu") else as_on_ascend("saturates" in settings)
-            with device:
+            with mock.patch.object(compiled_once, "runs_on_device", return_value="gpu" not in settings):
                 compile_case(name, make, settings, graphs / f"rank_{rank}", folder_of(out, name, stage))
             flag_of(out, name, stage).touch()
             print(name, flush=True)
 
 
-def main(cases):
+def main(folder, module):
     """Fork MindSpore's scheduler and the ranks, so that MindSpore is imported once. All end with this process, which
     ends with the first of them, with the tests, or after `TIME_LIMIT` . MindSpore has run nothing yet. Its own
     preparation for a fork would keep the device CPU in version 2.7."""
+    cases = importlib.import_module(module).CASES
     fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
     signal.alarm(TIME_LIMIT)
     with reserved_port("127.0.0.1") as port:
@@ -155,7 +143,7 @@ def main(cases):
             fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
             os.environ |= {"MS_ROLE": role, "MS_NODE_ID": str(number)}
             try:
-                compile_wanted(Path(sys.argv[1]), cases)
+                compile_wanted(Path(folder), cases)
             except BaseException:
                 traceback.print_exc()
             os._exit(1)  # without a device MindSpore cannot end normally
@@ -164,4 +152,4 @@ def main(cases):
 
 
 if __name__ == "__main__":
-    main(ALL_CASES)
+    main(*sys.argv[1:])

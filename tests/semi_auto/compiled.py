@@ -10,18 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 
 import gaccum_ms
 from tests.semi_auto import finished_graph
 from tests.support import no_device
 
 RANKS = 8
-# The thorough tests of options have a compiler of their own, so that all tests keep two cores busy.
-SECOND_COMPILER = pytest.mark.xdist_group("parallel, options")
-THOROUGH = [pytest.mark.thorough, SECOND_COMPILER]
 AGAIN = " # "  # in a case's name, before a number: the same step, compiled once more
-TIME_LIMIT = 3 * 3600  # seconds; all cases take two free cores less than ten minutes
+TIME_LIMIT = 3 * 3600  # seconds
 
 
 def stages_of(settings: dict) -> int:
@@ -66,11 +62,6 @@ class Case(NamedTuple):
         return _read(finished)
 
     @property
-    def nodes(self) -> int:
-        """Of all functions of the finished graph."""
-        return sum(len(graph.nodes) for graph in self.program.graphs.values())
-
-    @property
     def adding(self) -> Case:
         """With windows of several batches: the graph that only adds."""
         return Case(self.folder / "adding")
@@ -94,10 +85,10 @@ class Compiler:
     Args:
         folder (Path): An empty folder.
         saves_graphs (bool): Whether graphs are written down. That takes longer than to compile them.
-        worker (str): The program of the ranks, a file of this folder.
+        cases (str): The file of this folder that has the steps.
     """
 
-    def __init__(self, folder: Path, saves_graphs: bool = True, worker: str = "compile_worker.py") -> None:
+    def __init__(self, folder: Path, saves_graphs: bool = True, cases: str = "pipeline_cases") -> None:
         environment = {
             **no_device.environment(folder),
             "PYTHONPATH": str(Path(gaccum_ms.__file__).parents[1]),
@@ -105,10 +96,11 @@ class Compiler:
             "MS_DEV_DUMP_IR_PASSES": "validate",
             "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "graphs"),
             "GLOG_v": "3",
+            "LOG_MF_PATH": str(folder / "log_of_mindformers"),
         }
         self.out, self.said = folder / "out", folder / "said"
         (self.out / "wanted").mkdir(parents=True)
-        command = [sys.executable, str(Path(__file__).with_name(worker)), str(self.out)]
+        command = [sys.executable, "-m", f"{__package__}.compile_worker", str(self.out), f"{__package__}.{cases}"]
         with self.said.open("w") as said:
             self.ranks = subprocess.Popen(command, env=environment, cwd=folder, stdout=said, stderr=subprocess.STDOUT)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.semi_auto.compiled import Compiler
-from tests.semi_auto.ran import Ran
 from tests.support import no_device
 
 
@@ -16,9 +15,3 @@ def cases(tmp_path_factory):
         pytest.skip(reason)
     with Compiler(tmp_path_factory.mktemp("parallel")) as compiler:
         yield compiler
-
-
-@pytest.fixture(scope="session")
-def plain(cases):
-    """MindSpore's own step for the whole batch, run once."""
-    return Ran(cases("plain"))

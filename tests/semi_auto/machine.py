@@ -1,18 +1,22 @@
 """A simulation of several devices in NumPy, which runs a finished graph and computes each device's numbers.
 
-All ranks run the graph of rank 0 in lockstep, each with its own inputs and its own part of each Parameter, and meet at
-collectives. The groups of the other ranks are rank 0's, shifted by the device matrix.
+All ranks of a stage run the graph of its first rank in lockstep, each with its own inputs and its own part of each
+Parameter, and meet at collectives. The groups of the other ranks are the first one's, shifted by the device matrix.
+Stages meet in pipeline_machine.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.semi_auto.finished_graph import COLLECTIVES, Graph, Node, Program, split_top
+from tests.semi_auto.operators import OPERATORS, Elided
 
 
 class Ref(NamedTuple):
@@ -26,20 +30,6 @@ class Closure(NamedTuple):
 
     graph: str
     arguments: tuple
-
-
-class Elided(NamedTuple):
-    """A constant too long for the file to hold."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-class Executed(NamedTuple):
-    """A node that has run."""
-
-    node: Node
-    bytes: int  # of the first operand, on one rank
 
 
 def groups_like(group: Sequence[int], ranks: int) -> list[list[int]]:
@@ -56,7 +46,6 @@ _SCALAR = re.compile(r"^(I64|I32|F32|F64|F16|Bool)\((.+)\)$")
 _TENSOR = re.compile(r"^Tensor\(shape=\[([\d, ]*)\], dtype=(\w+), value=(.*)\)$")
 _UNIQUE = re.compile(r'[{ ]unique_id: "(\d+)"')
 _FORWARD = re.compile(r'forward_unique_id: "(\d+)"')
-_DTYPES = {30: np.bool_, 34: np.int32, 35: np.int64, 42: np.float16, 43: np.float32}  # MindSpore's TypeId
 
 
 def constant(text: str) -> Any:
@@ -72,7 +61,10 @@ def constant(text: str) -> Any:
         if "..." not in found.group(3):
             return np.array(values, dtype).reshape(shape)
         # Of a long constant the file has the first and last numbers; if they are equal, it is a `fill` .
-        return np.full(shape, values[0], dtype) if len(set(values)) == 1 else Elided(shape, dtype)
+        if len(set(values)) == 1:
+            return np.full(shape, values[0], dtype)
+        # `SkipSpikes` numbers its places.
+        return np.arange(*shape, dtype=dtype) if dtype == np.int32 else Elided(shape, dtype)
     if text.startswith("("):
         return tuple(constant(one) for one in split_top(text[1:-1]))
     if text.startswith("@"):
@@ -81,9 +73,10 @@ def constant(text: str) -> Any:
 
 
 class Machine:
-    """Devices with their parts of the Parameters.
+    """The devices of a stage with their parts of the Parameters. In `meeting` it meets the other stages.
 
     Args:
+        number (int): The stage.
         program (Program): The graph.
         ranks (int): The number of devices.
         parameters (Mapping): The whole value of each Parameter.
@@ -92,8 +85,11 @@ class Machine:
         samples_in (int): The number of parts of the samples on the devices; neighbours have the same part.
     """
 
+    meeting: Any
+
     def __init__(
         self,
+        number: int,
         program: Program,
         ranks: int,
         parameters: Mapping[str, np.ndarray],
@@ -102,8 +98,11 @@ class Machine:
     ) -> None:
         self.program = program
         self.ranks = ranks
+        self.number, self.first_rank = number, number * ranks
+        self.sums: defaultdict[tuple, int] = defaultdict(int)  # over each group of several stages, in this step
         self.state: dict[str, list[np.ndarray]] = {}
-        self.executed: list[Executed] = []
+        self.places: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {}
+        self.executed: list[Node] = []  # in the last step
         self.samples_in = samples_in
         # By MindSpore's ids of the slices that cut a rank's own part: whether the value has all samples.
         self._own_parts: dict[str, bool] = {}
@@ -113,24 +112,21 @@ class Machine:
             if re.fullmatch(r"inputs\d+", name):
                 self.inputs.append(token)
                 continue
-            whole = parameters[name]
-            part = (parts or {}).get(re.sub(r"^(accu_grads|gaccum_ms\.(average|moment))\.", "", name)) or rows(shape)
-            self.state[name] = [np.array(whole if whole.shape == shape else part(whole, rank)) for rank in range(ranks)]
+            place = (parts or {}).get(re.sub(r"^(accu_grads|gaccum_ms\.(average|moment))\.", "", name)) or rows(shape)
+            self.places[name] = place if parameters[name].shape != shape else rows(shape)
+            self.state[name] = [np.array(self.places[name](parameters[name], rank)) for rank in range(ranks)]
             assert self.state[name][0].shape == shape, f"{name}: {self.state[name][0].shape}, not {shape}"
 
     def step(self, *batch: Sequence[np.ndarray]) -> list[Any]:
         """Run the graph once. `batch` has each rank's part of each input. Returns each rank's result."""
         self.executed = []
+        self.sums.clear()
         environment: dict[str, list[Any]] = {
             token: [Ref(token.split("_", 1)[1])] * self.ranks for token in self.program.shapes
         }
         environment |= {token: list(value) for token, value in zip(self.inputs, batch, strict=True)}
         self._outer = environment
         return [self._value(one, rank) for rank, one in enumerate(self._run(self.program.entry, environment))]
-
-    def whole(self, name: str) -> np.ndarray:
-        """Rank 0's value of a Parameter."""
-        return self.state[name][0]
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
@@ -163,13 +159,13 @@ class Machine:
                 for rank, one in enumerate(zip(*arguments, strict=True))
             ]
         if node.op in ("Assign", "AssignAdd", "SGD", "Momentum"):
-            self.executed.append(Executed(node, 0))
+            self.executed.append(node)
             with np.errstate(all="ignore"):  # devices do not warn
                 return [self._write(node, one, rank) for rank, one in enumerate(zip(*arguments, strict=True))]
         values = [[self._value(one, rank) for rank, one in enumerate(argument)] for argument in arguments]
         first = values[0][0]
-        self.executed.append(Executed(node, first.nbytes if isinstance(first, np.ndarray) else 0))
-        if node.op == "StridedSlice" and "redistribution_op" in node.attributes:
+        self.executed.append(node)
+        if node.op == "StridedSlice" and _takes_own_part(node.attributes):
             of_samples = values[0][:: self.ranks // self.samples_in]  # of ranks with different samples
             has_all = all(np.array_equal(value, first) for value in of_samples)
             self._own_parts |= dict.fromkeys(_UNIQUE.findall(node.attributes), has_all)  # none if without backward
@@ -181,7 +177,8 @@ class Machine:
         if node.op in COLLECTIVES:
             return self._collective(node, values[0])
         with np.errstate(all="ignore"):
-            return [np.asarray(_ARITHMETIC[node.op](*one)) for one in zip(*values, strict=True)]
+            results = [OPERATORS[node.op](*one) for one in zip(*values, strict=True)]
+        return [result if isinstance(result, tuple) else np.asarray(result) for result in results]
 
     def _own_part(self, value: np.ndarray, begin: tuple, end: tuple, rank: int, has_all_samples: bool) -> np.ndarray:
         """The part that a rank takes of a value; rank 0's graph takes the first part. If there are fewer parts than
@@ -189,12 +186,8 @@ class Machine:
         (axis,) = (index for index, last in enumerate(end) if last < value.shape[index])
         parts = value.shape[axis] // end[axis]
         assert not any(begin) and end[axis] * parts == value.shape[axis] and self.ranks % parts == 0, "no equal parts"
-        own = rank * parts // self.ranks if has_all_samples and self._are_of_samples(parts, axis) else rank % parts
+        own = rank * parts // self.ranks if has_all_samples and parts == self.samples_in else rank % parts
         return np.split(value, parts, axis)[own]
-
-    def _are_of_samples(self, parts: int, axis: int) -> bool:
-        """Whether so many parts of a value that has all samples are those of the samples."""
-        return parts == self.samples_in
 
     def _from_own_part(self, gradient: np.ndarray, shape: tuple, begin: tuple, *own: Any) -> np.ndarray:
         """The backward of `_own_part` ."""
@@ -232,22 +225,68 @@ class Machine:
         self.state[ref.name][rank] = np.asarray(new, old.dtype)
         return ref
 
+    # -- collectives -----------------------------------------------------------------------------------------------
+
     def _collective(self, node: Node, values: list[np.ndarray]) -> list[np.ndarray]:
-        results = []
-        for rank, group in enumerate(groups_like(node.group, self.ranks)):
-            members = [values[one] for one in group]
-            if node.op == "AllReduce":
-                assert 'op: "sum"' in node.attributes, node.attributes
-                results.append(np.sum(members, axis=0, dtype=members[0].dtype))
-            elif node.op == "AllGather":
-                results.append(np.concatenate(members))
-            elif node.op == "ReduceScatter":
-                part = len(members[0]) // len(group)
-                begin = group.index(rank) * part
-                results.append(np.sum(members, axis=0, dtype=members[0].dtype)[begin : begin + part])
-            else:
-                raise NotImplementedError(node.op)
-        return results
+        own = range(self.first_rank, self.first_rank + self.ranks)
+        if node.op in ("Send", "Receive"):
+            peer = self._peer(node)
+            pairs = [(rank, peer + index) for index, rank in enumerate(own)]
+            label = f"tag {node.attribute('sr_tag')}"
+            if node.op == "Receive":
+                return self.meeting.receive(self.number, [pair[::-1] for pair in pairs], label)
+            self.meeting.send(self.number, dict(zip(pairs, values, strict=True)), label)
+            return values
+        ranks = _named(node) or node.group
+        assert node.op == "AllGather" or 'op: "sum"' in node.attributes, node
+        if set(ranks) <= set(own):
+            groups = groups_like([rank - self.first_rank for rank in ranks], self.ranks)
+            return [
+                _joined(node.op, [values[one] for one in group], group.index(rank)) for rank, group in enumerate(groups)
+            ]
+        assert node.op == "AllReduce", node
+        # Of the first rank's group; with one rank of each stage, that of the others lies beside it.
+        shifts = range(self.ranks) if len(set(ranks) & set(own)) == 1 else [0] * self.ranks
+        over_stages = [tuple(rank + shift for rank in ranks) for shift in shifts]
+        self.sums[over_stages[0]] += 1
+        named = [((group, self.sums[over_stages[0]]), group) for group in over_stages]
+        return self.meeting.sum(self.number, named, dict(zip(own, values, strict=True)))
+
+    def _peer(self, node: Node) -> int:
+        """The other end of the first rank's Send or Receive."""
+        place = node.attribute("dest_rank" if node.op == "Send" else "src_rank")
+        assert place is not None, node
+        return node.group[place] if "group_rank_ids" in node.attributes else place
+
+
+def _joined(op: str, members: list[np.ndarray], place: int) -> np.ndarray:
+    """What a rank at this place in its group gets."""
+    if op == "AllGather":
+        return np.concatenate(members)
+    total = np.sum(members, axis=0, dtype=members[0].dtype)
+    return total if op == "AllReduce" else np.split(total, len(members))[place]
+
+
+_GROUPS = [
+    range(first, first + step * size, step)
+    for step, size in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2))
+    for first in range(8 - step * (size - 1))
+]
+_NAMED = {hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:48]: tuple(ranks) for ranks in _GROUPS}
+
+
+def _named(node: Node) -> tuple[int, ...] | None:
+    """The ranks of a group that was made by `create_group` , which are in MindSpore's name for it: its nodes list all
+    ranks."""
+    name = re.search(r'\bgroup: "([^"]*)"', node.attributes)
+    return _NAMED.get(name.group(1)) if name else None
+
+
+def _takes_own_part(attributes: str) -> bool:
+    """Whether a slice is a rank's own part, not a micro-batch. In a graph that micro-batches share, the compiler does
+    not mark it."""
+    is_shared = "forward_comm_node_unique_id" in attributes and "in_strategy" not in attributes
+    return ("redistribution_op" in attributes or is_shared) and "pipeline_begin" not in attributes
 
 
 def rows(shape: tuple[int, ...]) -> Callable[[np.ndarray, int], np.ndarray]:
@@ -256,7 +295,8 @@ def rows(shape: tuple[int, ...]) -> Callable[[np.ndarray, int], np.ndarray]:
     def part(whole: np.ndarray, rank: int) -> np.ndarray:
         if whole.shape == shape:
             return whole
-        return whole[rank * shape[0] : (rank + 1) * shape[0]]
+        parts = len(whole) // shape[0]
+        return np.split(whole, parts)[rank % parts]
 
     return part
 
@@ -272,97 +312,4 @@ _PLUMBING: dict[str, Callable] = {
     "TupleGetItem": lambda values, index: values[index],
     "Switch": lambda condition, yes, no: yes if condition else no,
     "Partial": _partial,
-}
-
-
-def _strided_slice(value: np.ndarray, begin: tuple, end: tuple, strides: tuple, *_masks: Any) -> np.ndarray:
-    return value[tuple(slice(*bounds) for bounds in zip(begin, end, strides, strict=True))]
-
-
-def _strided_slice_grad(gradient: np.ndarray, shape: tuple, *slices: Any) -> np.ndarray:
-    whole = np.zeros(shape, gradient.dtype)
-    _strided_slice(whole, *slices)[...] = gradient
-    return whole
-
-
-def _reduce(function: Callable) -> Callable:
-    def reduced(value: np.ndarray, axes: Any, keep: Any, *_: Any) -> np.ndarray:
-        axes = axes if isinstance(axes, tuple) else () if axes is None else (int(axes),)
-        return function(value, axis=axes or None, keepdims=bool(keep)).astype(value.dtype)
-
-    return reduced
-
-
-def _filled(values: Sequence[Any]) -> list[np.ndarray]:
-    """With zeros for constants that the file does not hold: they stand for gradients that are in accumulators."""
-    return [np.zeros(*value) if isinstance(value, Elided) else value for value in values]
-
-
-_ARITHMETIC: dict[str, Callable] = {
-    "Reshape": lambda value, shape: np.reshape(value, shape),
-    "Transpose": lambda value, axes: np.transpose(value, axes),
-    "StridedSlice": _strided_slice,
-    "StridedSliceGrad": _strided_slice_grad,
-    "Split": lambda value, axis, parts: np.split(value, parts, axis),
-    "SplitWithSize": lambda value, sizes, axis: np.split(value, np.cumsum(sizes)[:-1], axis),
-    "Concat": lambda values, axis: np.concatenate(values, axis),
-    "Stack": lambda values, axis=0, *_: np.stack(values, axis),
-    "StackExt": lambda values, axis=0, *_: np.stack(values, axis),
-    "Unstack": lambda value, axis=0, *_: np.moveaxis(value, axis, 0),
-    "BroadcastTo": lambda value, shape: np.broadcast_to(value, shape),
-    "TensorMove": lambda value, *_: np.array(value),
-    "Tile": lambda value, times: np.tile(value, times),
-    "MatMulExt": lambda x, y: x @ y,
-    "MatMul": lambda x, y, left, right: (x.T if left else x) @ (y.T if right else y),
-    "BiasAdd": lambda x, bias, *_: x + bias,
-    "BiasAddGrad": lambda gradient, *_: gradient.sum(0).astype(gradient.dtype),
-    "ReLU": lambda x: np.maximum(x, 0),
-    "ReluGrad": lambda gradient, y: gradient * (y > 0),
-    "Square": lambda x: x * x,
-    "Sqrt": np.sqrt,
-    "Reciprocal": lambda x: 1 / x,
-    "PowTensorScalar": lambda x, power: x**power,
-    "Add": lambda x, y: x + y,
-    "Adds": lambda x, y: x + y,
-    "AddN": lambda values: sum(_filled(values[1:]), *_filled(values[:1])),
-    "Sub": lambda x, y: x - y,
-    "Mul": lambda x, y: x * y,
-    "Muls": lambda x, y: _filled([x])[0] * np.asarray(y, x.dtype),
-    "Div": lambda x, y: x / y,
-    "RealDiv": lambda x, y: x / y,
-    "Divs": lambda x, y: x / np.asarray(y, x.dtype),
-    "Maximum": np.maximum,
-    "Minimum": np.minimum,
-    "Neg": np.negative,
-    "ReduceMean": _reduce(np.mean),
-    "ReduceSum": _reduce(np.sum),
-    "ReduceAll": _reduce(np.all),
-    "ReduceAny": _reduce(np.any),
-    "SumExt": _reduce(np.sum),
-    "ExpandDims": lambda x, axis: np.expand_dims(x, axis),
-    "FloatStatus": lambda x: np.array([0.0 if np.isfinite(x).all() else 1.0], np.float32),
-    "IsFinite": np.isfinite,
-    "IsNan": np.isnan,
-    "LogicalAnd": np.logical_and,
-    "LogicalOr": np.logical_or,
-    "LogicalNot": np.logical_not,
-    "Equal": np.equal,
-    "NotEqual": np.not_equal,
-    "Less": np.less,
-    "EqScalar": lambda x, y: x == y,
-    "LessEqualScalar": lambda x, y: x <= y,
-    "RemainderTensorScalar": np.remainder,
-    "FloorMod": np.remainder,
-    "LessEqual": np.less_equal,
-    "LessScalar": lambda x, y: x < y,
-    "Greater": np.greater,
-    "GreaterEqual": np.greater_equal,
-    "GreaterScalar": lambda x, y: x > y,
-    "GreaterEqualScalar": lambda x, y: x >= y,
-    "Select": lambda condition, yes, no: np.where(condition, yes, no),
-    "Cast": lambda x, dtype, *_: x.astype(_DTYPES[dtype]),
-    "OnesLike": lambda x, *_: np.ones_like(x),
-    "ZerosLike": lambda x, *_: np.zeros_like(x),
-    "FullLike": lambda x, value, *_: np.full_like(x, value),
-    "Identity": lambda x: x,
 }

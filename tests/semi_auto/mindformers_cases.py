@@ -1,5 +1,5 @@
-"""The training steps that mindformers' Trainer gives to `Model.train` in semi-auto mode: its own, and ours after
-`use_in_trainer()` . A small Llama, or a Qwen3, lies on eight devices.
+"""The training steps that mindformers' Trainer gives to `Model.train` in semi-auto mode after `use_in_trainer()` . A
+small Llama, or a Qwen3, lies on eight devices.
 
 mindformers is imported where a case is made, so that only the ranks that compile import it.
 """
@@ -13,7 +13,7 @@ from unittest import mock
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn
+from mindspore import nn, ops
 
 from tests.semi_auto.cases import AUTO_PARALLEL, OPTIMIZER_PARALLEL, SUM
 from tests.support.small_llama import small_llama
@@ -21,43 +21,28 @@ from tests.support.small_qwen3 import ByName, new_models, small_qwen3
 
 MICRO = 4  # micro-batches
 WORDS_OF_TEXT = 6  # longer texts would make constants that the files abbreviate
-# (data parallel, model parallel, stages)
-LAYOUTS = {
-    "dp": (8, 1, 1),
-    "split": (4, 2, 1),
-    "op": (8, 1, 1),
-    "two stages": (4, 1, 2),
-    "two stages, split": (2, 2, 2),
-    "two stages, op": (4, 1, 2),
-    "four stages": (2, 1, 4),
-}
+LAYOUTS = {"dp": (8, 1), "op": (8, 1), "two stages": (4, 2)}  # (data parallel, stages)
+LAYERS = 2
 TEXTS = 32  # on all devices
 RATE, GROUP_RATE = 10.0, 20.0  # large, so that weights' rounding is small beside their movement
 CLIP = {"use_clip_grad": True, "max_grad_norm": 0.1}
 
 
-def llama(stages=1, per_token=False, parallel=None):
-    """The model with a layer for each stage. `parallel` : how it lies on devices, if on several."""
-    options = {"parallel_config": parallel} if parallel else {}
-    return small_llama(per_token, num_layers=stages, seq_length=WORDS_OF_TEXT - 1, num_heads=4, **options)
-
-
-def qwen3(layout, per_token=False, layers=None):
-    """The same for Qwen3, or with so many layers."""
-    return small_qwen3(per_token, layers or LAYOUTS[layout][2], WORDS_OF_TEXT - 1, parallel_of(layout))
-
-
 def parallel_of(layout):
     """mindformers' settings of a layout."""
-    data, model, stages = LAYOUTS[layout]
-    micro = MICRO if stages > 1 else 1
-    return {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages, "micro_batch_num": micro}
+    data, stages = LAYOUTS[layout]
+    return {"data_parallel": data, "pipeline_stage": stages, "micro_batch_num": MICRO if stages > 1 else 1}
 
 
-def laid(layout):
+def model_of(layout, per_token, is_qwen3):
+    """How it lies on devices is known to the model."""
     from mindformers.modules.transformer.transformer import TransformerOpParallelConfig
 
-    return TransformerOpParallelConfig(**parallel_of(layout))
+    length, parallel = WORDS_OF_TEXT - 1, parallel_of(layout)
+    if is_qwen3:
+        return small_qwen3(per_token, LAYERS, length, parallel | {"model_parallel": 1})
+    laid = TransformerOpParallelConfig(**parallel)
+    return small_llama(per_token, num_layers=LAYERS, seq_length=length, num_heads=4, parallel_config=laid)
 
 
 def schedule(rate=RATE):
@@ -71,7 +56,7 @@ def configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **m
     `columns` : of the data set."""
     from mindformers.tools.register import MindFormerConfig
 
-    data, _, stages = LAYOUTS[layout]
+    data, stages = LAYOUTS[layout]
     given = {
         "run_mode": "train",
         "output_dir": "output",
@@ -92,7 +77,7 @@ def configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **m
             "sink_mode": bool(broadcasts),
             "sink_size": 1,
         },
-        "runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": False, **wrapper},
+        "runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": False} | dict(wrapper),
         "parallel": {"parallel_mode": 1, "dataset_strategy": [[data, 1]] * len(columns)},
         "context": {"mode": 0, "device_target": "CPU"},
         "optimizer": {"type": "AdamW"},
@@ -100,7 +85,7 @@ def configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **m
         "train_dataset": {"input_columns": columns, "construct_args_key": columns, "batch_size": 1},
         "train_dataset_task": {"type": "CausalLanguageModelDataset"},
         "callbacks": [{"type": "MFLossMonitor"}],
-        "parallel_config": {**parallel_of(layout), **parallel},
+        "parallel_config": parallel_of(layout) | dict(parallel),
         "checkpoint": {"load_path": "", "no_load_optim": False},
         "recompute_config": {"recompute": False},
         "monitor_config": {},
@@ -113,48 +98,23 @@ class Caught(Exception):
     """The Trainer has made the step."""
 
 
-@contextlib.contextmanager
-def adopted(is_ours):
-    """Context manager in which the Trainer takes our step, or its own."""
-    from mindformers.trainer.base_trainer import BaseTrainer
-
-    from gaccum_ms.adopt import mindformers
-
-    before = {name: vars(BaseTrainer).get(name) for name in dir(BaseTrainer)}
-    if is_ours:
-        mindformers.use_in_trainer()
-    try:
-        yield
-    finally:
-        if is_ours:
-            del BaseTrainer.accumulates_by_gaccum_ms
-        for name, value in before.items():
-            if value is not None and vars(BaseTrainer)[name] is not value:
-                setattr(BaseTrainer, name, value)
-
-
 def by_trainer(
-    layout,
-    is_ours,
-    per_token=False,
-    wrapper=None,
-    parallel=None,
-    optimizer_of=None,
-    lr=None,
-    broadcasts=0,
-    after=None,
-    is_qwen3=False,
-    **more,
+    layout, per_token=False, wrapper=(), parallel=(), has_groups=False, broadcasts=0, after=None, is_qwen3=False, **more
 ):
-    """The step. `lr` : the Trainer's schedules, of all weights and of groups; `broadcasts` : its
-    `dataset_broadcast_opt_level` ; `after` : called with the step and the callbacks."""
+    """The step. `broadcasts` : the Trainer's `dataset_broadcast_opt_level` ; `after` : called with the step and the
+    callbacks."""
     import mindformers.trainer.base_trainer as base
     from mindformers.trainer.causal_language_modeling import CausalLanguageModelingTrainer
 
+    from gaccum_ms.adopt import mindformers
+
+    mindformers.use_in_trainer()
+
     class Trainer(CausalLanguageModelingTrainer):
         def create_model_wrapper(self, network, optimizer):
-            if lr is not None:
-                self.lr_scheduler, self.grouped_lr_scheduler = lr()
+            if has_groups:
+                self.lr_scheduler = schedule()
+                self.grouped_lr_scheduler = [{"params": ["attention"], "lr_scheduler": schedule(GROUP_RATE)}]
             ms.set_context(device_target="GPU")
             try:
                 return super().create_model_wrapper(network, optimizer)
@@ -168,13 +128,12 @@ def by_trainer(
         raise Caught
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")  # the model and the Trainer run operators
-    network = qwen3(layout, per_token) if is_qwen3 else llama(LAYOUTS[layout][2], per_token, laid(layout))
-    optimizer = (optimizer_of or (lambda net: nn.SGD(net.trainable_params(), schedule())))(network)
+    network = model_of(layout, per_token, is_qwen3)
+    optimizer = nn.SGD(groups_of(network) if has_groups else network.trainable_params(), schedule())
     columns = ["input_ids", "labels"] if is_qwen3 else ["input_ids"]
     data = ms.dataset.NumpySlicesDataset(dict.fromkeys(columns, np.ones((MICRO, 2), np.int32)), shuffle=False)
     folder = os.getcwd()
     with (
-        adopted(is_ours),
         new_models() if is_qwen3 else contextlib.nullcontext(),
         # As after build_context: graph mode.
         mock.patch.object(base, "mf_get_context", lambda key: broadcasts if "broadcast" in key else 0),
@@ -186,7 +145,7 @@ def by_trainer(
         try:
             Trainer(model_name="llama").train(
                 dataset=data.batch(MICRO),
-                config=configuration(layout, per_token, wrapper or {}, parallel or {}, broadcasts, columns, **more),
+                config=configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **more),
                 network=network,
                 optimizer=optimizer,
                 callbacks=[],
@@ -202,46 +161,34 @@ def by_trainer(
 
 def settings(layout, is_qwen3=False):
     """Qwen3 gets labels of their own, one word further."""
-    data, _, stages = LAYOUTS[layout]
+    data, stages = LAYOUTS[layout]
     inputs = 1 + is_qwen3
     given = {"dataset_strategy": ((data, 1),) * inputs, "full_batch": False, "pipeline_stages": stages, **SUM}
     given |= {"shapes": ((TEXTS // data, WORDS_OF_TEXT - is_qwen3),) * inputs, "dtype": np.int32}
     return given | OPTIMIZER_PARALLEL if "op" in layout else given
 
 
-def grouped(network):
-    """An optimizer with groups: attention, and the other weights."""
-    attention, others = of_groups(network)
-    return nn.SGD([{"params": attention, "lr": schedule(GROUP_RATE)}, {"params": others, "lr": schedule()}], schedule())
-
-
-def of_groups(network):
-    weights = network.trainable_params()
-    return [one for one in weights if "attention" in one.name], [one for one in weights if "attention" not in one.name]
-
-
-def rates():
-    """The Trainer's schedules: of all weights, and of the group."""
-    return schedule(), [{"params": ["attention"], "lr_scheduler": schedule(GROUP_RATE)}]
+def groups_of(network):
+    """Attention, and the other weights."""
+    attention, others = (
+        [weight for weight in network.trainable_params() if ("attention" in weight.name) == is_attention]
+        for is_attention in (True, False)
+    )
+    return [{"params": attention, "lr": schedule(GROUP_RATE)}, {"params": others, "lr": schedule()}]
 
 
 SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 10}
 ALL_OPTIONS = {
     "wrapper": {"scale_sense": SCALE, **CLIP},
-    "optimizer_of": grouped,
-    "lr": rates,
+    "has_groups": True,
     "use_skip_data_by_global_norm": True,
     "monitor_config": {"global_norm_spike_threshold": 100.0},
-}
-SKIPPED = {
-    "wrapper": CLIP,
-    "use_skip_data_by_global_norm": True,
-    "monitor_config": {"global_norm_spike_threshold": 0.01},
 }
 
 
 def says(step, callbacks):
-    """Say, as an error, what mindformers' callbacks make of a step."""
+    """Say, as an error, what mindformers' callbacks make of a step, and what computes the sums of a batch after one of
+    them has let windows span batches."""
     from mindformers.core.callback import MFLossMonitor
     from mindformers.core.callback.callback import TopkBiasBalanceCallback
     from mindformers.wrapper.wrapper import get_real_models
@@ -252,59 +199,9 @@ def says(step, callbacks):
     params = InternalCallbackParam()
     params.train_network, params.cur_step_num = step, 1
     TopkBiasBalanceCallback().on_train_step_end(RunContext(params))  # it walks down to the model
-    raise RuntimeError(f"{type(get_real_models(step)).__name__}, loss {monitor._fix_loss_for_parallel(12.0)}")
-
-
-def says_its_sums(step, callbacks):
-    """What computes the sums of a batch after a callback has let windows span batches."""
+    model, loss = get_real_models(step), monitor._fix_loss_for_parallel(12.0)
     step.let_windows_span_batches()
-    raise RuntimeError(type(step.window.batch_sums).__name__)
-
-
-CASES = {
-    f"{who}, {kind}, {layout}": (
-        lambda layout=layout, who=who, kind=kind: by_trainer(layout, who == "ours", kind == "per token"),
-        settings(layout),
-    )
-    for who in ("ours", "theirs")
-    for kind in ("mean", "per token")
-    for layout in LAYOUTS
-}
-CASES |= {
-    f"ours, {kind}, {layout}, auto parallel": (
-        lambda layout=layout, kind=kind: by_trainer(layout, True, kind == "per token"),
-        settings(layout) | AUTO_PARALLEL,
-    )
-    for kind, layout in (("mean", "dp"), ("per token", "two stages"))
-}
-CASES |= {
-    f"ours, {name}, {layout}": (
-        lambda layout=layout, options=options: by_trainer(layout, True, **options),
-        settings(layout),
-    )
-    for name, options in {
-        "all options mean": ALL_OPTIONS,
-        "all options per token": ALL_OPTIONS | {"per_token": True},
-        "skipped": SKIPPED,
-        "broadcast": {"broadcasts": 3},
-        "broadcast, then windows": {"broadcasts": 3, "after": says_its_sums},
-        "local norm": {"wrapper": {"local_norm": True}},
-        "interleaved": {"micro_batch_interleave_num": 2},
-        "parts of sequences": {"parallel": {"seq_split_num": 2}},
-        "says": {"after": says},
-    }.items()
-    for layout in LAYOUTS
-}
-
-
-def whole_qwen3(layers):
-    """MindSpore's step of the whole batch."""
-    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
-    try:
-        network = qwen3("dp", True, layers)
-    finally:
-        ms.set_context(device_target="GPU")
-    return nn.TrainOneStepCell(Quotient(network), nn.SGD(network.trainable_params(), RATE)).set_train()
+    raise RuntimeError(f"{type(model).__name__}, loss {loss}, {type(step.window.batch_sums).__name__}")
 
 
 class Quotient(nn.Cell):
@@ -312,27 +209,39 @@ class Quotient(nn.Cell):
 
     def __init__(self, network):
         super().__init__(auto_prefix=False)
-        self.network = ByName(network)
+        self.network = network
 
-    def construct(self, input_ids, labels):
-        outputs = self.network(input_ids, labels)
-        return (outputs[0] / outputs[1]).reshape(())
+    def construct(self, *inputs):
+        outputs = self.network(*inputs)
+        return (outputs[0] / ops.reduce_sum(outputs[1])).reshape(())
 
 
-CASES |= {
-    f"{who}, {kind}, {layout}, qwen3": (
-        lambda layout=layout, who=who, kind=kind: by_trainer(layout, who == "ours", kind == "per token", is_qwen3=True),
-        settings(layout, True),
+def whole(is_qwen3):
+    """MindSpore's step of the whole batch."""
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    try:
+        network = model_of("dp", True, is_qwen3)
+    finally:
+        ms.set_context(device_target="GPU")
+    loss = Quotient(ByName(network) if is_qwen3 else network)
+    return nn.TrainOneStepCell(loss, nn.SGD(network.trainable_params(), RATE)).set_train()
+
+
+CASES = {
+    name: (
+        lambda layout=layout, options=options: by_trainer(layout, **options),
+        settings(layout, "is_qwen3" in options) | more,
     )
-    for who in ("ours", "theirs")
-    for kind in ("mean", "per token")
-    for layout in LAYOUTS
+    for name, layout, options, more in (
+        ("mean", "dp", {}, AUTO_PARALLEL),
+        ("per token", "op", {"per_token": True, "broadcasts": 3}, {}),
+        ("options", "two stages", ALL_OPTIONS | {"per_token": True}, {}),
+        ("qwen3", "two stages", {"per_token": True, "is_qwen3": True}, {}),
+        ("says", "dp", {"broadcasts": 3, "after": says}, {}),
+        ("parts of sequences", "dp", {"parallel": {"seq_split_num": 2}}, {}),
+    )
 }
 CASES |= {
-    f"whole, {layers} layers, qwen3": (lambda layers=layers: whole_qwen3(layers), settings("dp", True))
-    for layers in (1, 2, 4)
-}
-CASES |= {
-    f"theirs, says, {layout}": (lambda layout=layout: by_trainer(layout, False, after=says), settings(layout))
-    for layout in LAYOUTS
+    f"{model}, whole": (lambda is_qwen3=is_qwen3: whole(is_qwen3), settings("dp", is_qwen3))
+    for model, is_qwen3 in (("llama", False), ("qwen3", True))
 }

@@ -1,4 +1,4 @@
-"""A finished graph, run by the simulation (machine.py), and the same update in NumPy."""
+"""Finished graphs, those of all stages, run by the simulation (machine.py, pipeline_machine.py)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from collections import Counter
 import numpy as np
 
 from tests.semi_auto.cases import SAMPLES
+from tests.semi_auto.compiled import RANKS
 from tests.semi_auto.machine import Machine
+from tests.semi_auto.pipeline_machine import Pipeline
 
-RANKS = 8
 WEIGHTS = ("first", "bias", "second")
-rng = np.random.default_rng(0)
-X, Y = (rng.normal(size=(RANKS * SAMPLES, width)).astype(np.float32) for width in (12, 1))
+
+
+def batch(seed=7, parts=RANKS, width=1):
+    """Inputs and labels of so many devices. The number of labels above zero differs from device to device."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(parts * SAMPLES, 12)).astype(np.float32)
+    above = np.repeat(np.linspace(0.05, 0.95, parts), SAMPLES)[:, None]
+    sign = np.where(rng.random((len(x), width)) < above, 1, -1)
+    return x, (np.abs(rng.normal(size=(len(x), width))) * sign).astype(np.float32)
 
 
 def part(number, axis=0):
@@ -26,85 +34,130 @@ def lies(**layout):
 
 
 # (4, 2) devices, with the columns of one layer and the rows of the next.
-SPLIT = lies(first=part(2, axis=1), bias=part(2), second=part(2))
+SPLIT = (4, lies(first=part(2, axis=1), bias=part(2), second=part(2)))
+SPLIT_LAYERS = {f"layers.{index}.weight": part(2, axis=1 - index % 2) for index in range(4)}
+SPLIT_LAYERS |= {f"layers.{index}.bias": part(2) for index in (0, 2)}
+# In how many parts the samples lie, and the parts of weights that are no equal rows.
+LAYOUTS = {
+    "split": SPLIT,
+    "lazy split": SPLIT,
+    "ws": (RANKS, lies(**dict.fromkeys(WEIGHTS, part(4)))),
+    "full batch": (1, {}),
+    "no data parallel": (1, lies(first=part(RANKS, axis=1), bias=part(RANKS), second=part(RANKS))),
+    "named axes": (4, lies(first=part(2, axis=1), second=part(2))),
+}
 
 
-def shards(parts: int, *arrays):
-    """Each rank's part of each input, if the samples are in `parts` parts on the ranks. One row is no sample's."""
-    return [
-        [array if len(array) == 1 else np.split(array, parts)[rank * parts // RANKS] for rank in range(RANKS)]
-        for array in arrays
-    ]
+def layout_of(name, stages=1):
+    """In how many parts the samples lie on a stage's devices, and the parts of weights."""
+    if stages > 1:
+        parts = {"split": 4 // stages, "full batch": 1}.get(name, RANKS // stages)
+        return parts, lies(**SPLIT_LAYERS) if name == "split" else {}
+    return LAYOUTS.get(name, (RANKS, {}))
 
 
 class Ran:
-    """A case's graph, after one or several runs on the machine."""
+    """A case's graphs of all stages, after one or several runs on the machine.
 
-    def __init__(self, case, parts=RANKS, batch=(X, Y), layout=None, changed=None, steps=1):
-        self.machine = Machine(case.program, RANKS, {**case.parameters, **(changed or {})}, layout, parts)
-        self.before = {name: [one.copy() for one in held] for name, held in self.machine.state.items()}
-        self.results = []
+    Args:
+        case (Case): What was compiled.
+        layout (str): How the case lies on devices.
+        data (tuple or None): Inputs and labels. By default a batch, which is in `data` then, too.
+        stages (int): The number of stages.
+        steps (int): How often it runs.
+        parts (int or None): In how many parts the samples lie, where `layout` does not tell it.
+    """
+
+    def __init__(self, case, layout="dp", data=None, stages=1, steps=1, parts=None):
+        self.parts, places = layout_of(layout, stages)
+        self.parts = parts or self.parts
+        self.devices = RANKS // stages
+        of_stages = [case.stage(number) for number in range(stages)]
+        self.values = {name: value for one in of_stages for name, value in one.parameters.items()}
+        self.stages = [
+            Machine(number, one.program, self.devices, self.values, places, self.parts)
+            for number, one in enumerate(of_stages)
+        ]
+        has_all = stages == 1 or layout == "full batch"
+        self.data = batch(parts=self.devices if has_all else self.parts) if data is None else data
         for _ in range(steps):
-            self.results = self.machine.step(*shards(parts, *batch))
-        self.counts = Counter(executed.node.op for executed in self.machine.executed)
+            self.step(self.data)
+
+    def step(self, data):
+        """Run all graphs once. One row is no sample's: all devices have it."""
+        shards = [
+            [
+                one if len(one) == 1 else np.split(one, self.parts)[rank * self.parts // self.devices]
+                for rank in range(self.devices)
+            ]
+            for one in data
+        ]
+        self.results = [result for of_stage in Pipeline(self.stages).step(*shards) for result in of_stage]
 
     @classmethod
-    def windows(cls, case, parts, layout, batches, scale=1.0, adding=None, steps=2):
-        """Windows of so many batches: one graph adds, the other adds and updates. `adding` : another graph that adds.
-        ``flush`` in the place of a batch: the one before again, of which nothing is added."""
-        first = cls(adding or case.adding, parts, layout=layout, steps=0)
-        last = cls(case, parts, layout=layout, steps=0)
-        for name, values in last.machine.state.items():
-            shared = first.machine.state.setdefault(name, values)
+    def windows(cls, case, layout, batches, scale=1.0, steps=2):
+        """Windows of so many batches: one graph adds, the other adds and updates. ``flush`` in the place of a batch:
+        the one before again, of which nothing is added."""
+        adding, last = (cls(one, layout, steps=0) for one in (case.adding, case))
+        state = adding.stages[0].state
+        for name, values in last.stages[0].state.items():
+            shared = state.setdefault(name, values)
             assert [one.shape for one in shared] == [one.shape for one in values], f"{name} lies otherwise"
-        last.machine.state = first.machine.state
-        for index, batch in enumerate(batches):
-            flushes = isinstance(batch, str)
-            ran = last if flushes or (index + 1) % steps == 0 else first
-            batch = batches[index - 1] if flushes else batch
-            last.machine.state["gaccum_ms.window_unit"][:] = [np.float32(scale)] * RANKS
-            last.machine.state["gaccum_ms.batch_weight"][:] = [np.float32(not flushes)] * RANKS
-            ran.results = ran.machine.step(*shards(parts, *batch))
-        first.counts = Counter(executed.node.op for executed in first.machine.executed)
-        last.adding = first
+        last.stages[0].state = state
+        for index, data in enumerate(batches):
+            flushes = isinstance(data, str)
+            ran = last if flushes or (index + 1) % steps == 0 else adding
+            state["gaccum_ms.window_unit"][:] = [np.float32(scale)] * RANKS
+            state["gaccum_ms.batch_weight"][:] = [np.float32(not flushes)] * RANKS
+            ran.step(batches[index - 1] if flushes else data)
+        last.adding = adding
         return last
 
     def parameter(self, name):
-        return self.machine.state[name]
+        """The values on all devices that have it."""
+        return [value for stage in self.stages for value in stage.state.get(name, ())]
 
     @property
     def losses(self):
-        return [result[0] if isinstance(result, tuple) else result for result in self.results]
+        return [float(result[0] if isinstance(result, tuple) else result) for result in self.results]
 
-    def adds(self):
-        """The number of additions to each accumulator."""
-        return Counter(
-            executed.node.arguments[0].split("_", 1)[1]
-            for executed in self.machine.executed
-            if executed.node.op == "AssignAdd" and "accu_grads." in executed.node.arguments[0]
-        )
+    @property
+    def executed(self):
+        """The nodes that have run, of the first stage."""
+        return self.stages[0].executed
+
+    @property
+    def counts(self):
+        return Counter(node.op for node in self.executed)
 
     def gradient_collectives(self):
         """The reductions of gradients, which the compiler adds where weights are used, and calls "mirrors"."""
         return [
-            executed
-            for executed in self.machine.executed
-            if executed.node.op in ("AllReduce", "ReduceScatter")
-            and ("mirror" in executed.node.attributes.lower() or "parallel_optimizer" in executed.node.attributes)
+            node
+            for node in self.executed
+            if node.op in ("AllReduce", "ReduceScatter")
+            and ("mirror" in node.attributes.lower() or "parallel_optimizer" in node.attributes)
         ]
 
+    def distance(self, update, prefix=""):
+        """The largest difference of a weight, or of the Parameter with this prefix, from the update's on any device, as
+        a part of that weight's movement. Of a weight of two stages, the first has it."""
+        largest = 0.0
+        for name, whole in update.after.items():
+            movement = np.abs(whole - update.before[name]).max()
+            assert movement > 0, name
+            stage = next(stage for stage in self.stages if prefix + name in stage.state)
+            for rank, value in enumerate(stage.state[prefix + name]):
+                expected = stage.places[prefix + name](whole, rank)
+                assert value.shape == expected.shape, name
+                largest = max(largest, np.abs(value - expected).max() / movement)
+        return largest
 
-def same_update(ours: Ran, theirs: Ran, tolerance=1e-5) -> bool:
-    """Whether both have the same weights on every rank, and report the same loss."""
-    left, right = ([*(one for name in WEIGHTS for one in ran.parameter(name)), *ran.losses] for ran in (ours, theirs))
-    return all(np.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(left, right, strict=True))
-
-
-def by_hand(values, x=X, y=Y):
-    """Loss and gradient of the mean over all samples of all ranks, in NumPy."""
-    hidden = np.maximum(x @ values["first"] + values["bias"], 0)
-    error = hidden @ values["second"] - y
-    backward = 2 * error / error.size
-    at_hidden = backward @ values["second"].T * (hidden > 0)
-    gradients = {"first": x.T @ at_hidden, "bias": at_hidden.sum(0), "second": hidden.T @ backward}
-    return np.mean(error**2), gradients
+    def moved(self, names):
+        """Of each of these weights on each device: whether it is another than before."""
+        return [
+            not np.array_equal(value, stage.places[name](self.values[name], rank))
+            for stage in self.stages
+            for name in names
+            for rank, value in enumerate(stage.state.get(name, ()))
+        ]

@@ -1,23 +1,12 @@
-"""The whole batch's update of cases.py's `Masked` , in float64 in NumPy."""
+"""The whole batch's update of the networks of cases.py and pipeline_cases.py, in float64 in NumPy."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 
-from tests.semi_auto.cases import SAMPLES
-from tests.semi_auto.machine import rows
-from tests.semi_auto.ran import RANKS, SPLIT, WEIGHTS, lies, part
-
 RATE = 0.1
-
-
-def batch(seed: int = 7, parts: int = RANKS, width: int = 1):
-    """Inputs and labels of so many devices. The number of labels above zero differs from device to device."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(parts * SAMPLES, 12)).astype(np.float32)
-    above = np.repeat(np.linspace(0.05, 0.95, parts), SAMPLES)[:, None]
-    sign = np.where(rng.random((len(x), width)) < above, 1, -1)
-    return x, (np.abs(rng.normal(size=(len(x), width))) * sign).astype(np.float32)
 
 
 class UpdateBySGD:
@@ -50,41 +39,44 @@ class Update(UpdateBySGD):
         loss_weights (tuple): Of each loss.
         clip (float or None): The largest norm.
         min_count (float): The least total.
+        masked (bool): Whether a loss is over its mask alone.
     """
 
-    def __init__(self, values, batch, loss_weights=(1.0,), clip=None, min_count=0.0):
+    def __init__(self, values, batch, loss_weights=(1.0,), clip=None, min_count=0.0, masked=True):
+        values = {name: value.astype(np.float64) for name, value in values.items()}
         x, y = (one.astype(np.float64) for one in batch)
-        first, bias, second = (values[name].astype(np.float64) for name in WEIGHTS)
-        reached = x @ first + bias
-        hidden = np.maximum(reached, 0)
-        out = hidden @ second
-        masks, errors = ((y > 0).astype(float), (y * y > 0.5).astype(float)), (out - y, out)
+        layers = layers_of(values)
+        reached, inputs = [], [x]
+        for name, bias, has_relu, is_transposed in layers:
+            weight = values[name].T if is_transposed else values[name]
+            reached.append(inputs[-1] @ weight + values.get(bias, 0.0))
+            inputs.append(np.maximum(reached[-1], 0) if has_relu else reached[-1])
+        out = inputs[-1]
+        masks = (y > 0, y * y > 0.5) if masked else (np.ones_like(y),)
         self.totals, self.terms, backward = [], [], np.zeros_like(out)
-        for weight, mask, error in zip(loss_weights, masks, errors, strict=False):
+        for loss_weight, mask, error in zip(loss_weights, masks, (out - y, out), strict=False):
             divisor = max(mask.sum(), min_count, 1e-30)
             self.totals.append(mask.sum())
             self.terms.append((mask * error**2).sum() / divisor)
-            backward += weight * 2 * mask * error / divisor
+            backward += loss_weight * 2 * mask * error / divisor
         self.loss = np.dot(self.terms, loss_weights)
-        at_hidden = backward @ second.T * (reached > 0)
-        gradients = {"first": x.T @ at_hidden, "bias": at_hidden.sum(0), "second": hidden.T @ backward}
-        super().__init__(values, gradients, clip)
+        gradients = defaultdict(float)
+        for index, (name, bias, has_relu, is_transposed) in reversed([*enumerate(layers)]):
+            backward = backward * (reached[index] > 0) if has_relu else backward
+            gradient = inputs[index].T @ backward
+            gradients[name] += gradient.T if is_transposed else gradient
+            if bias is not None:
+                gradients[bias] += backward.sum(0)
+            backward = backward @ (values[name] if is_transposed else values[name].T)
+        super().__init__(values, dict(gradients), clip)
 
 
-# Of compile_worker.py's `LAYOUTS` : in how many parts the samples lie, and the parts of weights if they are no rows.
-PLACES = {"split": (4, SPLIT), "lazy split": (4, SPLIT), "ws": (RANKS, lies(**dict.fromkeys(WEIGHTS, part(4))))}
-
-
-def place(layout):
-    return PLACES.get(layout, (RANKS, None))
-
-
-def distance(ran, update, layout):
-    """The largest difference of a weight on any rank from the update's, as a part of that weight's movement."""
-    parts, largest = place(layout)[1], 0.0
-    for name, whole in update.after.items():
-        movement = np.abs(whole - update.before[name]).max()
-        for rank, weight in enumerate(ran.parameter(name)):
-            expected = parts[name](whole, rank) if parts else rows(weight.shape)(whole, rank)
-            largest = max(largest, np.abs(weight - expected).max() / movement)
-    return largest
+def layers_of(values):
+    """Of each layer: the weight, the bias, whether a ReLU follows, and whether the weight is transposed."""
+    if "first" in values:
+        return [("first", "bias", True, False), ("second", None, False, False)]
+    number = 4 if "layers.3.weight" in values else 2
+    layers = [(f"layers.{index}.weight", f"layers.{index}.bias", index < 3, False) for index in range(number)]
+    if "enter.table" in values:
+        return [("enter.table", None, False, False), *layers, ("enter.table", None, False, True)]
+    return layers
