@@ -88,7 +88,17 @@ def trainer_for(setup: Setup, seed: int, step_class: type, number: int) -> tuple
 class History:
     """One segment of a history, on one number of ranks."""
 
-    def __init__(self, seed: int, mode: str, ranks: int, rank: int, folder: Path, segment: int, step_class: type):
+    def __init__(
+        self,
+        seed: int,
+        mode: str,
+        ranks: int = 1,
+        rank: int = 0,
+        folder: Path | None = None,
+        segment: int = 0,
+        step_class: type = TrainOneStepWithGradAccumulationCell,
+        setup: Setup | None = None,
+    ):
         self.seed, self.ranks, self.rank, self.folder = seed, ranks, rank, folder
         self.step_class, self.segment = step_class, segment
         self.random = np.random.default_rng([seed, segment])
@@ -97,7 +107,7 @@ class History:
         # In graph mode, what is compiled serves four histories.
         of_setup = np.random.default_rng(seed if mode == "pynative" else [seed // 4, 1])
         ms.set_context(mode=MODES["graph" if mode == "graph" else "pynative"])
-        self.setup = random_setup(of_setup, mode, ranks)
+        self.setup = setup or random_setup(of_setup, mode, ranks)
         if ranks > 1:
             ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=self.setup.gradients_mean)
         self.lengths = [2, 5] if self.setup.mode != "pynative" else list(range(1, 9))

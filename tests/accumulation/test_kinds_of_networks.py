@@ -1,5 +1,5 @@
 """Other features of MindSpore in networks, compared with MindSpore's own step on the whole batch: recomputation,
-user-defined gradients, parts compiled by `ms.jit` , open lengths, and ``drop_overflow_update=False`` .
+user-defined gradients, parts compiled by `ms.jit` , and ``drop_overflow_update=False`` .
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulationCell
 from tests.support.modes import eagerly
-from tests.support.reference import FEATURES, Regression, accumulated, as_numpy, make_step, relative_error
+from tests.support.reference import FEATURES, Regression, accumulated, as_numpy, relative_error
 
 TOLERANCE = 1e-5
 _RANDOM = np.random.default_rng(5)
@@ -137,72 +137,16 @@ def whole_batches():
     return weights_after(nn.TrainOneStepCell, *LAYERS.values())
 
 
-def samples(x, y):
-    return x.shape[0]
-
-
-WAYS = {
-    "micro-batches": accumulated(micro_size=3),
-    "jit": accumulated(micro_size=3, jit=True),
-    "clipped, counted": accumulated(micro_batch_size=2, max_grad_norm=1e9, count=samples),
-}
-
-
-@pytest.mark.core("graph-micro-batches", "pynative-clipped, counted")
 @pytest.mark.parametrize(
-    ("mode", "way"), [("graph", "micro-batches"), *(("pynative", way) for way in WAYS)], indirect=["mode"]
+    ("mode", "options"),
+    [("graph", {"micro_size": 3}), ("pynative", {"micro_batch_size": 2, "max_grad_norm": 1e9})],
+    indirect=["mode"],
 )
-def test_equals_the_whole_batch(mode, way):
+def test_equals_the_whole_batch(mode, options):
     """The network has all kinds of layers, one after another."""
-    expected, trained = whole_batches(), weights_after(WAYS[way], *LAYERS.values())
+    expected, trained = whole_batches(), weights_after(accumulated(**options), *LAYERS.values())
     errors = {name: relative_error(trained[name], expected[name]) for name in expected}
     assert max(errors.values()) < TOLERANCE, errors
-
-
-def test_a_gradient_of_ones_own_is_used(pynative):
-    """The negative control: the same network with MindSpore's gradient trains differently."""
-    own, plain = (weights_after(accumulated(micro_size=3), kind) for kind in (OwnGradient, Layer))
-    assert relative_error(own["losses"][:1], plain["losses"][:1]) < TOLERANCE
-    assert relative_error(own["layer.weight"], plain["layer.weight"]) > 1e-3
-
-
-# -- lengths that are left open ----------------------------------------------------------------------------------------
-
-
-class Sequences(nn.Cell):
-    """The mean over samples of squares of a mean over a sequence, of any length."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = ms.Parameter(Tensor(np.linspace(-1, 1, 4), ms.float32), name="weight")
-
-    def construct(self, x, y):
-        return ops.square(ops.tanh(x @ self.weight).mean(axis=1) - y).mean()
-
-
-def test_one_graph_for_sequences_of_all_lengths():
-    """Samples and lengths change with every batch, and nothing is compiled anew, in windows of two batches."""
-    shapes = [(7, 5), (4, 9), (9, 2), (5, 5)]
-    data = [
-        (_RANDOM.normal(size=(*shape, 4)).astype(np.float32), _RANDOM.normal(size=shape[0]).astype(np.float32))
-        for shape in shapes
-    ]
-    network, whole = Sequences(), Sequences()
-    step = make_step(network, micro_size=2, accumulation_steps=2)
-    step.set_inputs(Tensor(shape=[None, None, 4], dtype=ms.float32), Tensor(shape=[None], dtype=ms.float32))
-    for batch in data:
-        step(*map(Tensor, batch))
-    assert len(step.compile_cache) == 1
-    with_gradients = ms.value_and_grad(whole, None, whole.trainable_params())
-    optimizer = nn.SGD(whole.trainable_params(), 0.1)
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    for window in (data[:2], data[2:]):
-        gradients = [with_gradients(*map(Tensor, batch))[1][0] * len(batch[1]) for batch in window]
-        optimizer((sum(gradients) / sum(len(batch[1]) for batch in window),))
-    assert relative_error(as_numpy(network.weight), as_numpy(whole.weight)) < TOLERANCE
-
-
-# -- drop_overflow_update=False ----------------------------------------------------------------------------------------
 
 
 def test_an_overflow_is_not_dropped_where_that_is_asked_for(pynative):

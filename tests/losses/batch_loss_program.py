@@ -1,12 +1,6 @@
-"""Trains a WithBatchLossCell in a separate process.
-
-batch_loss_program.py memory MICRO_SIZE SAMPLES   prints by how many MB two updates raised the peak
-batch_loss_program.py residual SAMPLES            adds in place, and prints how far an update is from the whole batch's
-"""
+"""Trainings of a WithBatchLossCell that test_batch_loss.py runs in a new process each, in graph mode."""
 
 from __future__ import annotations
-
-import sys
 
 import mindspore as ms
 import numpy as np
@@ -62,6 +56,8 @@ class Residual(nn.Cell):
 
 
 class AddedInPlace(nn.Cell):
+    """Where a Tensor is indexed after this, MindSpore's compiler keeps functions that it otherwise folds away."""
+
     def construct(self, x):
         y = x * 2
         y += x
@@ -70,6 +66,8 @@ class AddedInPlace(nn.Cell):
 
 def update_residual(samples: int) -> float:
     """The relative error of an update."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    AddedInPlace()(Tensor(np.ones((2, 2), np.float32)))
     x = Tensor(np.random.default_rng(0).normal(size=(samples, 12)).astype(np.float32))
     ours, plain = Residual(), Residual()
     ms.load_param_into_net(plain, {one.name: one.clone() for one in ours.get_parameters()})
@@ -88,6 +86,7 @@ def peak() -> float:
 
 def growth(micro_size: int, samples: int) -> float:
     """By how many MB two updates raise the peak."""
+    ms.set_context(mode=ms.GRAPH_MODE)
     step = make_step(WithBatchLossCell(WideTowers(), InfoNCE()), micro_size=micro_size)
     random = np.random.default_rng(1)
     batch = [Tensor(random.normal(size=(samples, 64)).astype(np.float32)) for _ in range(2)]
@@ -95,15 +94,3 @@ def growth(micro_size: int, samples: int) -> float:
     for _ in range(2):
         step(*batch).asnumpy()
     return peak() - before
-
-
-def main(what: str, *arguments: str) -> None:
-    ms.set_context(mode=ms.GRAPH_MODE)
-    ms.set_seed(1)
-    if what == "residual":
-        AddedInPlace()(Tensor(np.ones((2, 2), np.float32)))
-    print({"memory": growth, "residual": update_residual}[what](*map(int, arguments)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

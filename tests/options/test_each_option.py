@@ -1,27 +1,20 @@
 """Each option is written once, in `Options` : the cell's signature and docstring and the docs agree with it; each rule
-has an error of its own; and options that no rule refuses go together: each pair is compiled, and trains.
-
-A new option fails here until it has values.
+has an error of its own. That options which no rule refuses go together: test_setups.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
-import itertools
 import re
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
-import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import nn
 
 from gaccum_ms import (
     Accumulators,
-    AutoSize,
     ClipByValue,
     CountMask,
     EvenSplit,
@@ -29,15 +22,12 @@ from gaccum_ms import (
     GradAccumulator,
     MaxTokens,
     SkipSpikes,
-    WeightAverage,
     WindowBatchNorm,
     WithBatchLossCell,
 )
-from gaccum_ms.checks.arguments import check_bool
-from gaccum_ms.options.checked import checked
 from gaccum_ms.options.compatibility import RULES
 from gaccum_ms.options.compatibility import refused as first_refused
-from gaccum_ms.options.options import Options, check_each, each_option, option
+from gaccum_ms.options.options import Options
 from gaccum_ms.options.rules import (
     AUDIT,
     CELL,
@@ -52,12 +42,10 @@ from gaccum_ms.options.rules import (
     UPDATE,
     Setup,
 )
-from gaccum_ms.transforms.chain import others
-from tests.support.reference import make_step
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 
-# -- signature, docstring, checks and the key of found sizes -----------------------------------------------------------
+# -- signature and docstring -------------------------------------------------------------------------------------------
 
 
 def arguments(kind):
@@ -108,17 +96,6 @@ def test_the_docstring_has_the_options():
     for name, (sentence, default) in found.items():
         assert default == repr(fields()[name].default).replace("'", '"'), name
         assert sentence, name
-
-
-def test_a_new_option_is_checked():
-    """Nothing but its field has to be written for that."""
-
-    @dataclasses.dataclass(frozen=True)
-    class More(Options):
-        newest: bool = option(check_bool, default=False)
-
-    with pytest.raises(TypeError, match="For 'Owner', the argument 'newest' must be a bool, but got 3"):
-        check_each("Owner", dataclasses.replace(More(accumulation_steps=1), newest=3))
 
 
 # -- which go together -------------------------------------------------------------------------------------------------
@@ -196,10 +173,6 @@ BROKEN = [
 ]
 
 
-def options_of(options):
-    return Options(**{"accumulation_steps": 1, "loss_weights": (1.0,), **options})
-
-
 @pytest.mark.parametrize("number", range(len(RULES)))
 def test_each_rule_has_its_own_error(number):
     rule, (options, words, *kind) = RULES[number], BROKEN[number]
@@ -208,7 +181,9 @@ def test_each_rule_has_its_own_error(number):
     network = WithBatchLossCell(net, net) if kind == ["batch"] else nn.WithLossCell(net, loss)
     if kind == ["pools"]:
         network = nn.WithLossCell(nn.SequentialCell(WindowBatchNorm(1), net), nn.MSELoss())
-    setup = Setup(options_of(options), network, kind == ["distributed"])
+    setup = Setup(
+        Options(**{"accumulation_steps": 1, "loss_weights": (1.0,), **options}), network, kind == ["distributed"]
+    )
     ms.set_context(mode=ms.PYNATIVE_MODE if "PyNative" in rule.what else ms.GRAPH_MODE)
     if kind == ["pipeline"]:
         ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", pipeline_stages=2)
@@ -231,7 +206,12 @@ def test_each_rule_has_an_example():
 )
 def test_the_plain_options_go_together_everywhere(place):
     ms.set_context(mode=ms.GRAPH_MODE)
-    assert first_refused(place, "Owner", Setup(options_of({"micro_size": 2}), nn.Dense(1, 1))) is None
+    assert (
+        first_refused(
+            place, "Owner", Setup(Options(micro_size=2, accumulation_steps=1, loss_weights=(1.0,)), nn.Dense(1, 1))
+        )
+        is None
+    )
 
 
 def rules():
@@ -263,156 +243,6 @@ def test_the_page_has_both_tables():
     text = PAGE.read_text()
     assert table(options()) in text
     assert table(rules()) in text
-
-
-# -- each pair ---------------------------------------------------------------------------------------------------------
-
-ROWS = 5  # of a batch: three and two in two micro-batches
-PARTS = 20  # of the trainings below
-
-
-def count(x, y):
-    return (x[:, 0] > -9).sum()
-
-
-# For each field: what a user may give, with all that it needs.
-VALUES: dict[str, list[dict[str, Any]]] = {
-    "micro_size": [{"micro_size": 2}],
-    "micro_batch_size": [{"micro_batch_size": 3}, AUTO, {"micro_batch_size": AutoSize(2**40)}],
-    "accumulation_steps": [{"accumulation_steps": 2}],
-    "reduction": [{"reduction": "sum"}, {"reduction": "ratio"}],
-    "count": [{"count": count}],
-    "min_count": [{"min_count": 9.0, "count": count}, {"min_count": 9.0, "reduction": "ratio"}],
-    "loss_weights": [{"loss_weights": (1.0, 0.5)}],
-    "max_grad_norm": [{"max_grad_norm": 0.5}],
-    "transforms": [{"transforms": (link,)} for link in (ClipByValue(0.5), SkipSpikes(2.0), WeightAverage())],
-    "accumulators": [
-        {"accumulators": Accumulators(ms.bfloat16)},
-        {"accumulators": Accumulators(ms.float16)},
-        {"accumulators": Accumulators(compensated=True)},
-    ],
-    "overflow": [{"overflow": "drop_micro_batch"}],
-    "record_noise": [{"record_noise": True}],
-    "aux": [{"aux": True}],
-    "jit": [{"jit": True}],
-    "split": [{"split": EvenSplit(shared=(1,))}, {"split": in_two}],
-    "check": [{"check": None}],
-}
-PAIRS = [
-    {**one, **other}
-    for first, second in itertools.combinations(VALUES, 2)
-    for one, other in itertools.product(VALUES[first], VALUES[second])
-    if not any(one[name] != other[name] for name in one.keys() & other.keys())
-]
-
-
-class Network(nn.Cell):
-    """Returns what the options ask for."""
-
-    def __init__(self, reduction, losses, aux):
-        super().__init__()
-        self.dense = nn.Dense(3, 1, "ones", "zeros")
-        self.ratio, self.sums, self.losses, self.aux = reduction == "ratio", reduction is not None, losses, aux
-
-    def construct(self, x, y):
-        errors = ops.square(self.dense(x) - y)
-        loss = errors.sum() if self.sums else errors.mean()
-        outputs: tuple = (loss,)
-        if self.ratio:
-            outputs = (*outputs, errors.shape[0])
-        if self.losses > 1:
-            outputs = (*outputs, loss * 2)
-        if self.aux:
-            outputs = (*outputs, x[:, 0])
-        return outputs if len(outputs) > 1 else loss
-
-
-def network_of(options, make=Network):
-    return make(options.get("reduction"), len(options.get("loss_weights", (1,))), "aux" in options)
-
-
-one_network = functools.cache(Network)  # to make a network takes longer than to look at it
-
-
-def complete(options):
-    """With a size, if there is none, and a count for each loss."""
-    if not ({"micro_size", "micro_batch_size"} & options.keys() or callable(options.get("split"))):
-        options = {**options, "micro_size": 2}
-    if "loss_weights" in options and "count" in options:
-        options = {**options, "count": (count, count)}
-    return options
-
-
-def error_of(options):
-    """Why the table, or the check of sizes, refuses options."""
-    options = complete(options)
-    try:
-        setup = Setup(checked(Options(**options)), network_of(options, one_network))
-        owners = dict.fromkeys((CELL, IN_LOOPS), "GradAccumulationCell") | {
-            UPDATE: "TrainOneStepWithGradAccumulationCell"
-        }
-        errors = (first_refused(place, owner, setup) for place, owner in owners.items())
-        return next((error for error in errors if error is not None), None)
-    except ValueError as error:  # a size, and a function that makes micro-batches
-        assert callable(options.get("split")) or {"micro_size", "micro_batch_size"} <= options.keys(), options
-        return error
-
-
-@functools.cache
-def covering():
-    """Options that are accepted together, until each accepted pair is among them: they train in a tenth of the time
-    that the pairs would need one by one."""
-    left, together = [pair for pair in PAIRS if error_of(pair) is None], []
-    while left:
-        options = left[0]
-        for pair in left:
-            fits = all(options.get(name, value) == value for name, value in pair.items())
-            if fits and error_of({**options, **pair}) is None:
-                options = {**options, **pair}
-        together.append(options)
-        left = [pair for pair in left if not pair.items() <= options.items()]
-    return together
-
-
-def train(options):
-    options = complete(options)
-    if "transforms" in options:  # each belongs to one step
-        options = {**options, "transforms": others(options["transforms"])}
-    network = network_of(options)
-    step = make_step(network, lambda weights: nn.SGD(weights, 0.01), **options)
-    if isinstance(options.get("micro_batch_size"), (str, AutoSize)):
-        step._runner.runner.cut_into(3)  # in place of a search
-    x = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
-    y = np.ones((1 if isinstance(options.get("split"), EvenSplit) else ROWS, 1), np.float32)
-    for _ in range(2):
-        outputs = step(Tensor(x), Tensor(y))
-    loss = outputs[0] if isinstance(outputs, tuple) else outputs
-    assert np.isfinite(loss.asnumpy()), options
-    assert int(step.update_count.asnumpy()) == 2 // options.get("accumulation_steps", 1), options
-    weight = network.dense.weight.asnumpy()
-    assert np.isfinite(weight).all(), options
-    assert (weight != 1).any(), options
-
-
-def test_each_option_has_values():
-    assert list(VALUES) == list(each_option(Options))
-
-
-def test_a_pair_that_the_table_refuses_is_refused_by_cell_or_step():
-    errors = [(pair, error) for pair in PAIRS if (error := error_of(pair)) is not None]
-    assert 10 < len(errors) < len(PAIRS) / 2
-    for pair, error in errors:
-        with pytest.raises(type(error)) as raised:
-            make_step(network_of(pair), lambda weights: nn.SGD(weights, 0.01), **complete(pair))
-        assert str(raised.value) == str(error)
-
-
-@pytest.mark.core(number=0)
-@pytest.mark.parametrize("number", range(PARTS))
-def test_options_that_are_accepted_train_together(number):
-    """Each pair of them is in one of the trainings."""
-    for options in covering()[number::PARTS]:
-        train(options)
 
 
 if __name__ == "__main__":

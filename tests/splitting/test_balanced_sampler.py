@@ -40,13 +40,12 @@ def test_ranks_have_equally_much_to_do():
     lengths = corpus()
     orders = [list(sampler) for sampler in of_ranks(lengths)]
     assert max(unevenness(lengths, orders)) <= 1.05
-    plain = np.random.default_rng(0).permutation(lengths.size)
-    shards = [plain[rank::RANKS] for rank in range(RANKS)]
-    assert np.mean(unevenness(lengths, shards)) > 1.2, "the control"
+    costs = np.array([9.0, 7, 6, 5, 2, 1])  # dealt back and forth: 9 + 5 + 2 and 7 + 6 + 1
+    assert [costs[part].sum() for part in dealt(costs, 2)] == [15, 15]
 
 
 def test_nothing_is_dropped_or_doubled_whatever_the_numbers():
-    for samples, batch, ranks in itertools.product([1, 7, 64, 65, 130], [1, 4], [1, 3, 8]):
+    for samples, batch, ranks in [(1, 1, 3), (7, 4, 1), (65, 4, 8), (130, 1, 3)]:
         lengths = corpus(samples)
         for epoch in range(2):
             orders = []
@@ -68,21 +67,6 @@ def test_epochs_differ_and_come_again():
     assert list(of_ranks(corpus(40), 4, 1, seed=1)[0]) != first
     one.set_epoch(0)
     assert list(one) == first
-
-
-def test_dealt_by_hand():
-    costs = np.array([9.0, 1, 8, 2, 7, 3, 6, 4])
-    parts = dealt(costs, 2)
-    assert sorted(joined(parts)) == list(range(8))
-    assert [costs[part].sum() for part in parts] == [20, 20]
-    assert [len(part) for part in dealt(np.arange(7.0), 3)] == [3, 2, 2]
-    assert dealt(np.array([5.0]), 3) == [[0], [], []]
-    assert dealt(np.zeros(4), 2) == dealt(np.zeros(4), 2)
-
-
-def test_swaps_mend_what_dealing_leaves():
-    costs = np.array([9.0, 7, 6, 5, 2, 1])  # dealt back and forth: 9 + 5 + 2 and 7 + 6 + 1
-    assert [costs[part].sum() for part in dealt(costs, 2)] == [15, 15]
 
 
 def test_a_data_set_gives_each_rank_its_batches_epoch_by_epoch():
@@ -108,8 +92,6 @@ def test_a_data_set_gives_each_rank_its_batches_epoch_by_epoch():
     ("arguments", "error", "why"),
     [
         (([], 1, 1, 0), ValueError, "'lengths' must have one number for each sample, but got shape"),
-        (([[1]], 1, 1, 0), ValueError, r"'lengths' must have one number .* but got shape \(1, 1\)"),
-        (([1, np.nan], 1, 1, 0), ValueError, "'lengths' must be finite and not negative"),
         (([1, -1], 1, 1, 0), ValueError, "'lengths' must be finite and not negative, but got -1"),
         (([1], 0, 1, 0), ValueError, "'batch_size' must be at least 1"),
         (([1], 1, 2, 2), ValueError, "'shard_id' must be from 0 to 1, but got 2"),

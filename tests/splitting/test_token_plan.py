@@ -15,7 +15,7 @@ def padded(lengths, widths):
     return sum(min(width for width in widths if width >= length) for length in lengths)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("number", [1, 3, 20])
 @pytest.mark.parametrize("largest", [None, 30])
 def test_no_other_widths_pad_less(number, largest):
     random = np.random.default_rng(number)
@@ -31,7 +31,7 @@ def test_no_other_widths_pad_less(number, largest):
         assert padded(lengths, widths) == min(padded(lengths, choice) for choice in possible)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_sample_is_in_one_row_that_holds_it(seed):
     random = np.random.default_rng(seed)
     lengths = random.integers(1, 33, size=random.integers(1, 60))
