@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
-import time
 
 import psutil
 import pytest
@@ -127,8 +127,24 @@ def test_exit_code_2_before_init_or_of_argparse_is_a_wrong_argument(tmp_path):
         assert error.value.code == code
 
 
+def test_a_rank_that_never_comes_is_named_after_the_start_timeout(tmp_path):
+    """`init()` connects a rank to MindSpore's scheduler. Here, this process does."""
+    log = tmp_path / "1" / "rank.1" / "stdout"
+    log.parent.mkdir(parents=True)
+    log.write_text("waiting for a disk")
+    with socket.create_server(("127.0.0.1", 0)) as scheduler, socket.create_connection(scheduler.getsockname()):
+        ranks = Ranks(Cluster(processes=2, master_port=scheduler.getsockname()[1], start_timeout=-1), tmp_path)
+        ranks.note({"rank": 0, "pid": os.getpid()})
+        ranks.note({"rank": 1, "pid": os.getppid()})
+        ranks.look()
+        with pytest.raises(LaunchError) as error:
+            ranks.check()
+    said = "did not come to init() within -1 s: rank 1; all ranks were ended."
+    assert str(error.value) == f"{said}\nthe end of {log}:\n    waiting for a disk"
+    assert error.value.code == 124
+
+
 def test_many_ranks_make_a_short_error(tmp_path):
-    ranks = Ranks(Cluster(processes=128, master_port=1, start_timeout=0.01), tmp_path)
-    time.sleep(0.05)
-    with pytest.raises(LaunchError, match=r"within 0.01 s: rank 0, .*, rank 3, 124 more; all .* longer --start-"):
+    ranks = Ranks(Cluster(processes=128, master_port=1, start_timeout=-1), tmp_path)
+    with pytest.raises(LaunchError, match=r"within -1 s: rank 0, .*, rank 3, 124 more; all .* longer --start-"):
         ranks.check()
