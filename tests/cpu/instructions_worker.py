@@ -62,21 +62,6 @@ def build_an_accumulator() -> None:
     GradAccumulator(optimizer_of(Convolving()), 2)
 
 
-def find_a_size() -> None:
-    net = Convolving()
-    gaccum_ms.find_micro_batch_size(cell_of(net), optimizer_of(net), BATCH)
-
-
-def report_memory() -> None:
-    net = Convolving()
-    gaccum_ms.memory_report(cell_of(net), optimizer_of(net), *BATCH, measure=False)
-
-
-def audit() -> None:
-    net = Convolving()
-    gaccum_ms.audit(cell_of(net), optimizer_of(net), *BATCH)
-
-
 def tune() -> None:
     gaccum_ms.tune_cpu()
 

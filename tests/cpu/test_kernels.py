@@ -38,8 +38,9 @@ class Checking(nn.Cell):
 @pytest.mark.parametrize(
     ("mode", "shape", "dtype"),
     [
-        *(("graph", shape, ms.float32) for shape in [(), (7,), (33, 785)]),
-        *(("pynative", shape, ms.float32) for shape in [(1,), (2, 3, 4, 5, 6)]),
+        ("graph", (), ms.float32),
+        ("graph", (33, 785), ms.float32),
+        ("pynative", (2, 3, 4, 5, 6), ms.float32),
         ("pynative", (7,), ms.float16),
     ],
     indirect=["mode"],
@@ -64,7 +65,7 @@ def test_sums_are_those_of_assign_add(mode, shape, dtype):
 
 @pytest.mark.parametrize(
     ("mode", "shape", "dtype"),
-    [("graph", (33, 785), ms.float32), *(("pynative", (), dtype) for dtype in (ms.float32, ms.float16, ms.bfloat16))],
+    [("graph", (33, 785), ms.float32), ("pynative", (), ms.bfloat16)],
     indirect=["mode"],
 )
 def test_zero_clears_what_is_not_finite(mode, shape, dtype):
@@ -75,17 +76,13 @@ def test_zero_clears_what_is_not_finite(mode, shape, dtype):
     assert not cell.accumulator.astype(ms.float32).asnumpy().any()
 
 
-@pytest.mark.core("bfloat16", "float32")
 @pytest.mark.parametrize(
-    ("mode", "dtype"),
-    [("graph", ms.bfloat16), *(("pynative", dtype) for dtype in (ms.float32, ms.float64, ms.float16))],
-    indirect=["mode"],
-    ids=["bfloat16", "float32", "float64", "float16"],
+    ("mode", "dtype"), [("graph", ms.bfloat16), ("pynative", ms.float32), ("pynative", ms.float64)], indirect=["mode"]
 )
 def test_one_number_that_is_not_finite_is_found(mode, dtype):
     """It may be at either end of any gradient. The largest finite numbers, whose sum is infinite, count as finite."""
     limits = {ms.float64: np.finfo(np.float64).max, ms.float32: np.finfo(np.float32).max}
-    largest = limits.get(dtype, 65504.0 if dtype == ms.float16 else 3.3895314e38)
+    largest = limits.get(dtype, 3.3895314e38)
     of_numpy = np.float64 if dtype == ms.float64 else np.float32
     shapes = (), (7,), (33, 785), (2, 3, 4, 5)
     check = Checking()

@@ -62,12 +62,8 @@ def test_threads_are_as_many_as_asked_for(counted):
     assert actors + helpers == max(2, cores)
 
 
-@pytest.mark.parametrize(
-    ("argument", "environment", "cores"),
-    [("1", {}, 1), ("", {"OMP_NUM_THREADS": "1,4"}, 1), ("", {"OMP_NUM_THREADS": "999"}, os.cpu_count())],
-)
-def test_cores_are_an_argument_or_the_launchers(counted, argument, environment, cores):
-    assert counted(argument, **environment)[:4] == [1, cores, cores, cores]
+def test_cores_are_the_launchers_with_threads_for_each_level_of_nesting(counted):
+    assert counted(OMP_NUM_THREADS="1,4")[:4] == [1, 1, 1, 1]
 
 
 def test_the_programs_own_numbers_stay_and_a_second_call_is_allowed(counted):

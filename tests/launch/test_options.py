@@ -61,11 +61,8 @@ def test_the_default_script_is_the_last_resort():
         ([], "the script is missing"),
         (["missing.py"], "no such script: missing.py"),
         *(
-            (
-                [f"--{option}", SCRIPT],
-                f"--{option.partition('=')[0]} must be a finite number of seconds, at least 0, but",
-            )
-            for option in ("timeout=inf", "start-timeout=nan", "end-timeout=-1")
+            ([f"--{name}={value}", SCRIPT], f"--{name} must be a finite number of seconds, at least 0, but got")
+            for name, value in (("timeout", "inf"), ("start-timeout", "nan"), ("end-timeout", "-1"))
         ),
         (["--timeout=soon", SCRIPT], "argument --timeout: invalid float value: 'soon'"),
         (["--start-timeout", "0", SCRIPT], "--start-timeout must be greater than 0, but got 0"),
