@@ -18,7 +18,7 @@ from gaccum_ms import (
 from gaccum_ms.memory.proc import own
 from gaccum_ms.memory.report import MemoryReport, MemoryRow
 from gaccum_ms.report import plots
-from tests.memory.test_search import Limited, assert_nothing_changes, batch
+from tests.memory.test_search import Limited, batch
 from tests.support.alone import alone
 from tests.support.reference import FEATURES, OPTIMIZERS, make_network
 
@@ -38,19 +38,14 @@ WEIGHTS = 12 * 16 + 16 + 16 * 5 + 5  # of the reference's dense network
 
 
 def test_known_sizes_by_hand(pynative):
-    report = report_of(make_network("dense"), samples=2, optimizer="adam", measure=False)
+    options = {"micro_size": 2, "accumulators": Accumulators(ms.bfloat16, compensated=True)}
+    report = report_of(make_network("dense"), samples=2, optimizer="adam", options=options, measure=False)
     assert report.parameters == 4 * WEIGHTS
-    assert report.accumulators == 4 * WEIGHTS
+    assert report.accumulators == 6 * WEIGHTS
     # Two moments, the learning rate, two powers of beta, and the step.
     assert report.optimizer_state == 8 * WEIGHTS + 4 * 4
     assert report.batch == 2 * (FEATURES + 1) * 4
     assert report.rank == 0
-
-
-@pytest.mark.thorough
-def test_accumulators_by_their_dtype(pynative):
-    options = {"micro_size": 2, "accumulators": Accumulators(ms.bfloat16, compensated=True)}
-    assert report_of(make_network("dense"), samples=2, options=options, measure=False).accumulators == 6 * WEIGHTS
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------
@@ -78,30 +73,19 @@ def wide_report(mode: int, micro_sizes: list[int], room: int | None = None) -> M
     return report_of(network, samples=256, micro_sizes=micro_sizes, memory_limit=limit)
 
 
-def assert_predicts(rows, tolerance):
-    """Compare the predicted and measured growth above the smallest micro-batches, for sizes beyond the probed ones."""
-    first = rows[-1]
-    for row in rows[:2]:
-        growth = row.intermediate_measured - first.intermediate_measured
-        assert row.intermediate - first.intermediate == pytest.approx(growth, rel=tolerance), row
-
-
 @pytest.mark.device("memory_report predicts what is measured", ran="an H100, 2026-11-27")
 def test_predicts_what_is_measured():
     """Sizes of 256 and 128 samples are predicted from at most 64. The update's peak hides the memory of few samples."""
     wide = alone(wide_report, ms.GRAPH_MODE, [1, 2, 256])
     assert wide.probed == (1, 2, 4, 8, 16, 32, 64)
     assert [row.micro_batch_size for row in wide.rows] == [256, 128, 1]
-    assert_predicts(wide.rows, 0.25)
+    *larger, smallest = wide.rows
+    for row in larger:  # by how much it grows above the smallest micro-batches
+        growth = row.intermediate_measured - smallest.intermediate_measured
+        assert row.intermediate - smallest.intermediate == pytest.approx(growth, rel=0.25), row
     # At least the values that tanh keeps for its gradient, and the gradient; at most a few more of this size.
-    largest, smallest = wide.rows[0], wide.rows[-1]
-    growth = largest.intermediate_measured - smallest.intermediate_measured
+    growth = larger[0].intermediate_measured - smallest.intermediate_measured
     assert 2 < growth / (255 * HIDDEN * 4) < 8
-    # The control: a prediction that is proportional to the samples, the constant part included.
-    sample = smallest.intermediate
-    rows = [dataclasses.replace(row, intermediate=sample * row.micro_batch_size) for row in wide.rows]
-    with pytest.raises(AssertionError):
-        assert_predicts(rows, 0.25)
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------
@@ -131,15 +115,6 @@ def test_out_of_memory_while_measuring_does_not_fit(pynative):
     assert [row.fits for row in report.rows] == [False, True]
     assert report.rows[0].peak_measured is None
     assert report.fits_from == 8
-
-
-# -- nothing changes ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-def test_nothing_changes(pynative):
-    """Accumulators, momentum, BatchNorm's statistics and dropout's later masks stay the same."""
-    assert_nothing_changes(lambda cell, optimizer, data: memory_report(cell, optimizer, *data, micro_sizes=[2]))
 
 
 # -- the picture, bad input --------------------------------------------------------------------------------------------
@@ -180,7 +155,6 @@ def test_sizes_fit_from_where_all_larger_ones_do():
     [
         ({"memory_limit": 0}, ValueError, "'memory_limit' must be at least 1, but got 0"),
         ({"memory_limit": 1.5}, TypeError, "'memory_limit' must be an int, but got 1.5"),
-        ({"micro_sizes": [0]}, ValueError, "'micro_sizes' must be at least 1, but got 0"),
         ({"micro_sizes": [1, 33]}, ValueError, r"got \[1, 33\] and a batch of 32 sample"),
     ],
     ids=str,
