@@ -16,25 +16,17 @@ def test_a_reserved_port_is_a_free_one_and_stays_free_for_the_scheduler_alone():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with reserved_port("127.0.0.1") as port:
-            assert port != taken.getsockname()[1]
+        host, number = taken.getsockname()
+        with pytest.raises(LaunchError, match=f"port {number} of 127.0.0.1 is taken"), reserved_port(host, number):
+            pass
+        with reserved_port(host) as port:
+            assert port != number
             with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
                 other.bind(("127.0.0.1", port))
             with socket.socket() as scheduler:  # with the option that MindSpore's scheduler sets
                 scheduler.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 scheduler.bind(("127.0.0.1", port))
                 scheduler.listen()
-
-
-def test_a_taken_port_and_a_strange_address_are_named():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is taken"), reserved_port("127.0.0.1", port):
-            pass
-    with pytest.raises(LaunchError, match=r"this host has no address '192\.0\.2\.1'"), reserved_port("192.0.2.1"):
-        pass
 
 
 def test_another_clusters_variables_are_dropped_and_other_variables_kept():
@@ -59,13 +51,7 @@ def test_a_card_and_a_table_that_can_be_meant_for_this_host_are_kept_and_others_
     assert left_out(strange) == reasons
 
 
-def test_mindspores_own_time_is_longer_and_a_number_that_it_can_hold():
-    for seconds, mindspores in ((600.0, 660), (0.5, 60), (1e300, 1_000_000)):
-        env = Cluster(launcher="mpirun", start_timeout=seconds).environment({}, cores=2)
-        assert env["MS_TOPO_TIMEOUT"] == str(mindspores)
-
-
-@pytest.mark.parametrize(("processes", "cores", "threads"), [(8, 2, "1"), (2, 8, "4"), (1, 6, "6")])
+@pytest.mark.parametrize(("processes", "cores", "threads"), [(8, 2, "1"), (2, 8, "4")])
 def test_processes_share_the_cores(processes, cores, threads):
     env = Cluster(processes=processes).environment({"MKL_NUM_THREADS": "3"}, cores)
     assert (env["OMP_NUM_THREADS"], env["OPENBLAS_NUM_THREADS"]) == (threads, threads)

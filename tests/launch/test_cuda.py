@@ -50,7 +50,6 @@ def test_missing_packages_are_named_as_pip_knows_them(monkeypatch, tmp_path):
     missing = cuda.missing_packages()
     assert "nvidia-cublas-cu11" not in missing
     assert "nvidia-cudnn-cu11" in missing, "version 9 is not version 8"
-    assert len(missing) == len(cuda.LIBRARIES) - 1
     setup = (ROOT / "setup.py").read_text()
     assert all(f'"{package}' in setup for package in cuda.LIBRARIES.values())
 
