@@ -8,11 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.end_to_end.test_docs import code_blocks, numbers_apart
-from tests.launch.launched import LIMIT, PYTHONPATH, Launched
+from tests.launch.launched import Launched
 from tests.support.device import DEVICE, RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,26 +48,6 @@ def test_semi_auto_ranks_train_as_one_process(tmp_path):
     weights = numbers_apart(shown[shown.index("[[") :])[1]
     assert numbers_apart(printed[printed.index("[[") :])[1] == pytest.approx(weights, rel=2e-3)
     assert ("no semi-auto parallel mode" in printed) == (DEVICE == "CPU")
-
-
-@pytest.mark.device(
-    "semi-auto parallel mode on all devices, with each option, and pipelines: the weights of one process"
-)
-def test_semi_auto_ranks_with_each_option_train_as_one_process(tmp_path):
-    script, kinds = Path(__file__).with_name("semi_auto_options.py"), ("windows", "two stages") * (DEVICE == "CPU")
-    env = {"DEVICE": DEVICE, "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, script, tmp_path / "one", *kinds]
-    subprocess.run(command, env={**os.environ, **env}, timeout=LIMIT, check=True)
-    done = Launched(script, "-n", str(RANKS), args=[str(tmp_path / "all"), *kinds], env=env, cwd=tmp_path).finish()
-    assert done.returncode == 0, done.stderr
-    one = dict(np.load(tmp_path / "one.0.npz"))
-    trained = set()  # a rank has the weights of its pipeline stage, and four stages need four devices
-    for rank in range(RANKS):
-        weights = dict(np.load(tmp_path / f"all.{rank}.npz"))
-        trained |= weights.keys()
-        for name, weight in weights.items():
-            np.testing.assert_allclose(weight, one[name], rtol=2e-3, atol=1e-5)
-    assert trained == {name for name in one if RANKS % 4 == 0 or DEVICE == "CPU" or "four stages" not in name}
 
 
 @pytest.mark.device("the benchmarks: an update's time, beside the whole batch's")

@@ -35,14 +35,13 @@ def test_the_device_is_that_which_works_or_is_asked_for(monkeypatch):
 def test_a_rehearsal_on_cpu_writes_the_report(tmp_path, monkeypatch, capsys):
     """It begins with what `gaccum-ms check` says of this machine."""
     env = {**os.environ, "DEVICE": "CPU", "GACCUM_MS_DEVICE_REPORT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": ""}
-    words = ["tests/device/test_devices.py", "-p", "no:cacheprovider", "-k", "data_parallel or each_option"]
+    words = ["tests/device/test_devices.py", "-p", "no:cacheprovider", "-k", "data_parallel"]
     command = [sys.executable, str(ROOT / "tests" / "device" / "report.py"), *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     text = (tmp_path / "out" / "report.md").read_text()
     assert text.startswith("# 2 × CPU, ")
     assert "test_data_parallel_ranks_train_as_one_process` | passed |" in text
-    assert "test_semi_auto_ranks_with_each_option_train_as_one_process` | passed |" in text
     machine = text.split("```text\n")[1].partition("```")[0]
     version = importlib.metadata.version("mindspore")
     assert f"mindspore  {version}, supported (gaccum_ms needs 2.7.2 to 2.10)\n" in machine
