@@ -51,8 +51,8 @@ def kill(launched: Launched, folder: Path, victims: str) -> None:
 
     def there_are() -> bool:
         killed[:] = [psutil.Process(launched.process.pid)] if "launcher" in victims else []
-        killed.extend(of_the_launcher(folder, "--guard")[-1:] if "a-guard" in victims else [])
-        killed.extend(of_the_launcher(folder, "--guard") if "guards" in victims else [])
+        guards = of_the_launcher(folder, "--guard")
+        killed.extend(guards[-1:] if "a-guard" in victims else guards if "guards" in victims else [])
         killed.extend(of_the_launcher(folder, "--keep") if "keeper" in victims else [])
         return bool(killed)
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -98,25 +97,6 @@ def test_an_output_that_takes_a_part_at_a_time_gets_all(unbuffered):
         os.close(writer)
         assert output.read() == b"begins " + b"x" * 3_000_000
     assert process.returncode == 0
-
-
-def test_a_reader_that_stands_still_costs_the_launcher_no_memory(tmp_path):
-    """What it lacks of a launch that is ended is in the log."""
-    size = 200_000_000
-    text = f'print("x" * {size}, end="", flush=True)\nopen("up", "x")\ntime.sleep(1000)'
-    launched = Launched(write(tmp_path / "script.py", text), "-n", "1")
-    launched.wait_for(tmp_path / "up")
-    launched.process.send_signal(signal.SIGTERM)
-    shown, peak = 0, 0
-    while part := launched.process.stdout.buffer.read(1 << 20):
-        shown += len(part)
-        status = Path(f"/proc/{launched.process.pid}/status").read_text()
-        peak = max([peak, *map(int, re.findall(r"VmHWM:\s+(\d+) kB", status))])  # a process that has ended has none
-    done = launched.finish()
-    assert 0 < peak * 1024 < size / 2
-    assert done.returncode == 128 + signal.SIGTERM
-    assert done.stderr == f"note: much of the output is only in '{tmp_path}/log_output/1/rank.0/stdout'\n"
-    assert shown < size
 
 
 # -- a rank fails, ends or stops: the error names the right one --------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from tests.launch.launched import Launched, in_mounts_of_its_own, write
@@ -77,24 +74,3 @@ def test_a_link_to_a_folder_of_a_launch_is_not_followed(tmp_path):
     assert done.returncode == 2
     assert "was not made by a launch" in done.stderr
     assert kept.exists()
-
-
-def test_a_folder_that_cannot_be_read_is_named(tmp_path):
-    # Its paths are too long for Linux: permissions do not stop root, who often runs the tests.
-    script, logs = write(tmp_path / "script.py", ""), tmp_path / "runs"
-    make_unreadable(logs / "1")
-    done = Launched(script, "-n", "1", "--log-dir", "runs").finish()
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: cannot write logs to '{logs}': File name too long. Name another")
-    assert done.stderr.count("\n") == 2
-
-
-def make_unreadable(folder: Path) -> None:
-    """Make a folder with folders in it, so deep that their paths are too long."""
-    folder.mkdir(parents=True)
-    place = os.open(folder, os.O_RDONLY)
-    for _ in range(20):
-        os.mkdir("x" * 250, dir_fd=place)
-        outer, place = place, os.open("x" * 250, os.O_RDONLY, dir_fd=place)
-        os.close(outer)
-    os.close(place)

@@ -14,16 +14,7 @@ import psutil
 import pytest
 
 from tests.launch.hidden import HIDES, STAYS, ends, kill
-from tests.launch.launched import (
-    LIMIT,
-    PYTHONPATH,
-    TRAINS,
-    Launched,
-    free_ports,
-    in_mounts_of_its_own,
-    wait_until,
-    write,
-)
+from tests.launch.launched import LIMIT, PYTHONPATH, TRAINS, Launched, free_ports, wait_until, write
 
 pytestmark = [
     pytest.mark.distributed,
@@ -32,27 +23,22 @@ pytestmark = [
 
 
 class RayCluster:
-    """A running cluster. The second node has a small disk of its own at `own` , if this machine allows mounts."""
+    """A running cluster."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, log: Path) -> None:
         self._nodes: list[psutil.Popen] = []
-        self._log, self.own = folder / "log", folder / "own"
-        self.own.mkdir()
-        try:
-            self.mounts = in_mounts_of_its_own(f"mount -t tmpfs -o size=2m none '{self.own}'")
-        except pytest.skip.Exception:
-            self.mounts = []
+        self._log = log
         wait_until(self._head_starts)
-        wait_until(lambda: self._starts(self.mounts, f"--address={self.address}"))
+        wait_until(lambda: self._starts(f"--address={self.address}"))
 
     def _head_starts(self) -> bool:
         (port,) = free_ports(1)
         self.address = f"127.0.0.1:{port}"
-        return self._starts([], "--head", f"--port={port}", "--include-dashboard=false")
+        return self._starts("--head", f"--port={port}", "--include-dashboard=false")
 
-    def _starts(self, prefix: list[str], *options: str) -> bool:
+    def _starts(self, *options: str) -> bool:
         """Start a node. Ray ends one that is not up after 30 s, as on a busy machine."""
-        command = [*prefix, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", *options]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", *options]
         env = {**os.environ, "PYTHONPATH": PYTHONPATH, "RAY_USAGE_STATS_ENABLED": "0"}
         with self._log.open("w") as output:
             node = psutil.Popen(command, env=env, stdout=output, stderr=output)
@@ -79,7 +65,7 @@ class RayCluster:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory) -> Iterator[RayCluster]:
-    running = RayCluster(tmp_path_factory.mktemp("ray"))
+    running = RayCluster(tmp_path_factory.mktemp("ray") / "log")
     try:
         yield running
     finally:
@@ -138,24 +124,6 @@ def test_resources_that_no_host_has_are_named(hosts, tmp_path):
     assert done.returncode == 124
     why = "2 hosts with CPU 1, NPU 1 were not free within 2 s; 0 of Ray's 2 hosts have that much."
     assert done.stderr.startswith(f"error: {why}")
-
-
-def test_hosts_with_disks_of_their_own(hosts, tmp_path):
-    """Restarts are refused, unless the checkpoints are in a folder that both see. The second host's disk gets full of
-    logs."""
-    if not hosts.mounts:
-        pytest.skip("this machine allows no mounts")
-    waits = f'if not os.path.ismount({str(hosts.own)!r}): time.sleep(1000)\nwhile True: print("x" * 1000)'
-    script = write(tmp_path / "script.py", waits)
-    done = hosts.launch(script, "--max-restarts", "1", "--checkpoints", str(hosts.own), cwd=tmp_path).finish()
-    assert done.returncode == 2
-    why = f"error: --max-restarts needs a folder that all hosts see, but each has its own '{hosts.own}'."
-    assert done.stderr.startswith(why)
-    assert list(hosts.own.iterdir()) == []
-    done = hosts.launch(script, "--log-dir", str(hosts.own / "logs"), cwd=tmp_path).finish()
-    assert done.returncode == 1
-    host = re.match(r"error: rank (\d) on host \1 failed with exit code", done.stderr)[1]
-    assert f"cannot write logs to '{hosts.own}/logs/host.{host}': No space left on device" in done.stderr
 
 
 def test_a_host_that_is_lost_is_done_without(hosts, tmp_path):

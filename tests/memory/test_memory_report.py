@@ -90,15 +90,6 @@ def test_predicts_what_is_measured():
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_not_run():
-    """The limit is some 200 MB below the peak of the whole batch, and above the peak of 8 micro-batches."""
-    report = alone(wide_report, ms.PYNATIVE_MODE, [1, 8], 300_000_000)
-    assert report.fits_from == 8, str(report)
-    assert [row.fits for row in report.rows] == [False, True]
-    assert [row.peak_measured is None for row in report.rows] == [True, False]
-    assert str(report).endswith("fits from micro_size=8 on")
-
-
 def test_nothing_fits_a_limit_below_the_framework(pynative):
     report = report_of(make_network("dense"), memory_limit=1_000_000)
     assert report.fits_from is None
