@@ -104,21 +104,6 @@ def test_what_the_environment_says_stays(trained):
     assert any("ref" in kernel for kernel in convolution_kernels(printed)), printed
 
 
-@pytest.mark.parametrize(
-    ("flags", "found"),
-    [
-        ("flags\t\t: fpu avx2 avx512f avx512dq avx512bw avx512vl avx512_vnni", True),
-        ("flags\t\t: fpu avx2 avx512f avx512dq avx512cd", False),  # Xeon Phi, where oneDNN uses AVX2
-        ("Features\t: fp asimd sve", False),  # ARM
-    ],
-)
-def test_what_is_a_cpu_with_avx512(tmp_path, flags, found):
-    record = tmp_path / "cpuinfo"
-    record.write_text(f"processor\t: 0\nmodel name\t: avx512f avx512dq avx512bw avx512vl\n{flags}\n\nprocessor\t: 1\n")
-    assert has_avx512(record) is found
-    assert has_avx512(tmp_path / "none") is False
-
-
 def test_check_says_what_becomes_of_convolutions(monkeypatch):
     """What `bash run.sh check` prints."""
     for name in (VARIABLE, OLD_VARIABLE):

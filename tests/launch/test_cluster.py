@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import socket
-import sys
 
 import pytest
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError, left_out, reserved_port
-from gaccum_ms.launch.ray_engine import OnHost, OnRay
+from gaccum_ms.launch.ray_engine import OnHost
 
 
 def test_a_reserved_port_is_a_free_one_and_stays_free_for_the_scheduler_alone():
@@ -70,13 +69,6 @@ def test_ranks_wait_for_one_another_longer_than_mindspore_would_or_as_long_as_th
     assert timeouts({})["MS_NODE_TIMEOUT"] == "300"
     assert timeouts({"MS_CPU_COMM_OP_TIMEOUT": "20"})["MS_NODE_TIMEOUT"] == "20"
     assert timeouts({"MS_NODE_TIMEOUT": "20"}) == {"MS_NODE_TIMEOUT": "20"}
-
-
-def test_ray_is_named_where_it_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
-    with pytest.raises(LaunchError, match=r"'ray' is not installed \(pip install 'gaccum_ms\[ray\]'\)") as error:
-        OnRay("", {"CPU": 1}, "", ".").run(Cluster(), ["script.py"], tmp_path, 0)
-    assert error.value.code == 2
 
 
 def test_of_hosts_with_one_disk_only_the_first_makes_a_file(tmp_path):

@@ -91,25 +91,18 @@ def test_a_device_that_fails_and_ranks_that_cannot_talk_are_broken(broken_mindsp
 
 # -- where MindSpore is not installed, or not imported: the launcher and the check work --------------------------------
 
-TOOLS = ("bash", "dirname", "ls", "cat")
-
 
 @pytest.fixture
 def bare(tmp_path) -> Path:
     """A Python that finds no package at all, in a folder with no other Python that run.sh could use."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in TOOLS:
+    for name in ("bash", "dirname", "ls", "cat"):
         (folder / name).symlink_to(shutil.which(name))
     python = folder / "python3"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -s -S "$@"\n')
     python.chmod(0o755)
     return python
-
-
-def test_a_missing_psutil_is_named(bare, tmp_path):
-    refused = run(bare, "-m", "gaccum_ms.launch", __file__, cwd=tmp_path)
-    assert (refused.returncode, refused.stderr) == (2, "error: 'psutil' is not installed (pip install psutil).\n")
 
 
 def test_run_sh_checks_a_fresh_clone_without_any_package(bare, tmp_path):
@@ -123,6 +116,8 @@ def test_run_sh_checks_a_fresh_clone_without_any_package(bare, tmp_path):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('this is not Python\\'s own')")
     clean = {"PATH": str(bare.parent), "PYENV_ROOT": str(bare.parent), "PYTHONPATH": ""}
     done = run(bare.parent / "bash", clone / "run.sh", "check", cwd=elsewhere, **clean)
+    refused = run(bare, "-m", "gaccum_ms.launch", __file__, cwd=tmp_path)
+    assert (refused.returncode, refused.stderr) == (2, "error: 'psutil' is not installed (pip install psutil).\n")
     assert done.returncode == 1
     assert "mindspore  not installed" in done.stdout, done.stderr
     assert "CPU speed  " in done.stdout

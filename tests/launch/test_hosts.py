@@ -1,12 +1,11 @@
-"""Several hosts without Ray or Slurm: started by hand, by Open MPI, and without a launcher. The hosts are connected
-network namespaces, which programs cannot distinguish from real hosts."""
+"""Several hosts without Ray or Slurm, by printed scripts: with Open MPI, and without a launcher. The hosts are
+connected network namespaces, which programs cannot distinguish from real hosts."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -43,33 +42,6 @@ def hosts() -> Iterator[list[list[str]]]:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=60)
 
-
-def test_a_launcher_on_each_host_ends_and_names_its_own_ranks(hosts, tmp_path):
-    """They train together. One fails when the other is in an AllReduce, and ends without it."""
-    where = ["-n", "1", "--nodes", "2", "--master-addr", ADDRESSES[0]]
-    arguments = ["steps", str(tmp_path), "1000000", "pynative", "1"]
-    both = [
-        Launched(
-            *(TRAINS, *where, "--node-rank", str(number), "--log-dir", f"host {number}"),
-            args=arguments,
-            cwd=tmp_path,
-            prefix=prefix,
-        )
-        for number, prefix in enumerate(hosts)
-    ]
-    done = both[1].finish()
-    assert done.returncode == 1
-    assert "error: rank 1 on host 1 failed with exit code 1; all ranks of this host were ended." in done.stderr
-    assert f"the end of {tmp_path}/host 1/1/rank.1/stderr" in done.stderr
-    assert "ValueError: no step 5 on rank 1" in done.stderr
-    assert (tmp_path / "1").read_text().endswith(" 4"), "five steps were made together"
-    assert [path.name for path in (tmp_path / "host 0" / "1").iterdir()] == ["rank.0"]
-    assert both[0].process.poll() is None, "its ranks are another launcher's"
-    both[0].process.send_signal(signal.SIGTERM)
-    assert both[0].finish().returncode == 143
-
-
-# -- printed scripts ---------------------------------------------------------------------------------------------------
 
 TWO = ["--hosts", ",".join(ADDRESSES)]
 

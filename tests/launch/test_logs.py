@@ -64,13 +64,3 @@ def test_a_folder_that_no_launch_made_is_not_replaced(tmp_path, path):
     assert f"'{runs / path.split('/')[0]}' was not made by a launch, and would have to be replaced" in done.stderr
     assert [file.read_text() for file in files] == ["mine"] * len(files)
     assert path == "1" or (runs / "1" / "rank.7").exists()
-
-
-def test_a_link_to_a_folder_of_a_launch_is_not_followed(tmp_path):
-    (kept := tmp_path / "kept" / "rank.0").mkdir(parents=True)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "1").symlink_to(kept.parent)
-    done = Launched(write(tmp_path / "script.py", ""), "-n", "1", "--log-dir", "runs").finish()
-    assert done.returncode == 2
-    assert "was not made by a launch" in done.stderr
-    assert kept.exists()

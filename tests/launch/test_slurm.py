@@ -75,11 +75,6 @@ class Slurm:
         fields = dict(field.partition("=")[::2] for field in self.say("scontrol", "show", "job", job).split())
         return fields.get("JobState", "")
 
-    def wait(self, job: str, *states: str) -> str:
-        """Wait until the job is in one of these states."""
-        wait_until(lambda: self.state(job) in states)
-        return self.state(job)
-
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
@@ -112,11 +107,6 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
                 process.kill()
 
 
-def processes_of(script: Path) -> list[psutil.Process]:
-    """The processes that run this script."""
-    return processes(lambda each: str(script) in each.cmdline())
-
-
 def test_a_job_whose_rank_fails_ends_on_both_nodes_and_is_requeued(slurm, tmp_path):
     """test_restarts.py shows what ranks that train make of a restart."""
     script = write(
@@ -127,7 +117,8 @@ def test_a_job_whose_rank_fails_ends_on_both_nodes_and_is_requeued(slurm, tmp_pa
         'if (count, rank) == ("0", 1): raise ValueError("no such thing")\ntime.sleep(1000 * (count == "0"))',
     )
     job = slurm.submit(script, "--max-restarts=1", args=("it's", "$HOME *"))
-    assert slurm.wait(job, *ENDED) == "COMPLETED", (script.parent / "job.out").read_text()
+    wait_until(lambda: slurm.state(job) in ENDED)
+    assert slurm.state(job) == "COMPLETED", (script.parent / "job.out").read_text()
     said = (script.parent / "job.out").read_text()
     assert "error: rank 1 on host 1 failed with exit code 1; all ranks of this host were ended." in said
     assert "ValueError: no such thing" in said
@@ -136,4 +127,4 @@ def test_a_job_whose_rank_fails_ends_on_both_nodes_and_is_requeued(slurm, tmp_pa
         for rank in range(2):
             logs = script.parent / "log_output" / f"host.{rank}" / str(count + 1)
             assert (logs / f"rank.{rank}" / "stdout").exists()
-    wait_until(lambda: not processes_of(script))  # Slurm ends the other node's after the job's end
+    wait_until(lambda: not processes(lambda each: str(script) in each.cmdline()))  # Slurm ends the other node's late

@@ -77,17 +77,6 @@ def test_ranks_that_go_on_are_left_alone_unless_all_stand_still(tmp_path):
     on_two_hosts.check()  # it may wait for a rank of the other host, which goes on
 
 
-def test_a_launch_that_is_stopped_as_a_whole_may_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr("gaccum_ms.launch.supervisor.STOPPED_SECONDS", -1.0)
-    ranks = Ranks(Cluster(processes=2, master_port=1), tmp_path)
-    ranks.note({"rank": 0, "stopped": True})
-    ranks.note({"rank": 1, "stopped": True})
-    ranks.check()
-    ranks.note({"rank": 1, "stopped": False})
-    with pytest.raises(LaunchError, match=r"^rank 0 is stopped \(SIGSTOP\)"):
-        ranks.check()
-
-
 def test_a_rank_whose_guard_is_killed_is_named(tmp_path):
     """At the second look: what the guard has said before may still have been on its way at the first."""
     with subprocess.Popen(["true"], stdout=subprocess.PIPE) as zombie:

@@ -1,10 +1,9 @@
-"""A rank that trains in data parallel mode: ``training_rank.py HOW OUT NUMBER MODE [FAILING_RANK]`` .
+"""A rank that trains in data parallel mode: ``training_rank.py HOW OUT NUMBER MODE`` .
 
 HOW is ``steps`` or ``updates`` , NUMBER how many, MODE ``graph`` or ``pynative`` .
 
 ``steps`` does not wait for the other ranks at its end. During training, it writes its process id and its last step to
-OUT/<N>, for tests that kill it, and the sum of its weights to OUT/rank<N> at the end. FAILING_RANK raises at step 5,
-when the others are in that step's AllReduce.
+OUT/<N>, for tests that kill it, and the sum of its weights to OUT/rank<N> at the end.
 
 ``updates`` resumes when it is started again. Each update has four batches, shared by any number of ranks.
 OUT/trained.<N> has one line for each batch that the rank trained: the attempt, and the updates that are complete. Its
@@ -28,14 +27,12 @@ from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 BATCH, BATCHES, EPOCHS = 4, 4, 2
 
 
-def steps(out, number, failing_rank):
+def steps(out, number):
     rank, net = get_rank(), nn.Dense(4, 1)
     cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 2)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(net.trainable_params(), 0.1))
     random = np.random.default_rng(rank)
     for done in range(number):
-        if rank == failing_rank and done == 5:
-            raise ValueError(f"no step {done} on rank {rank}")
         x = random.normal(size=(6, 4)).astype(np.float32)
         step(Tensor(x), Tensor(x.sum(axis=1, keepdims=True)))
         fresh = out / f".{rank}"
@@ -77,7 +74,7 @@ def make_network():
     return nn.WithLossCell(net, nn.MSELoss()), nn.Momentum(net.trainable_params(), 0.05, momentum=0.9)
 
 
-def updates(out, number, failing_rank):
+def updates(out, number):
     ms.set_seed(1)
     ms.manual_seed(1)  # MindSpore 2.7 would begin each process with another state
     rank, ranks = get_rank(), get_group_size()
@@ -93,13 +90,13 @@ def updates(out, number, failing_rank):
     np.savez(out / f"rank{rank}.npz", **{each.name: each.asnumpy() for each in model.train_network.get_parameters()})
 
 
-def main(how, out, number, mode, failing_rank=-1):
+def main(how, out, number, mode):
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     ms.set_seed(1)
     init()
     ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
-    {"steps": steps, "updates": updates}[how](Path(out), int(number), int(failing_rank))
+    {"steps": steps, "updates": updates}[how](Path(out), int(number))
 
 
 if __name__ == "__main__":

@@ -108,27 +108,6 @@ def test_what_only_its_trial_exceeds_is_found_by_its_prediction(forecast, monkey
     assert max(made.measured) == 10
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
-
-
-def test_straight_lines_through_what_was_measured_and_on(forecast):
-    """Each sample adds 10 MB up to 16 samples, and 14 beyond. In sizes of 138, 960 samples leave 132 for the last."""
-    made = forecast(960, PLENTY, {1: 100, 4: 130, 16: 250, 20: 306}.get)
-    assert made.predict(8) == 0, "nothing was measured"
-    made.measure(4)
-    assert made.predict(8) == 130 * MB, "one measurement says nothing of others"
-    for measured in (1, 16, 20):
-        made.measure(measured)
-    for size, expected in ((2, 110), (4, 130), (10, 190), (40, 586), (138, 3806)):
-        assert made.predict(size) == expected * MB
-
-
-def test_what_shrinks_is_not_continued_downwards(forecast):
-    made = forecast(64, PLENTY, {1: 100, 4: 90}.get)
-    made.measure(1), made.measure(4)
-    assert made.predict(64) == 90 * MB
-
-
 @pytest.mark.parametrize(
     ("samples", "each", "expected"), [(3, 10, [1, 2, 3]), (256, 1, [1, 2, 4, 8, 16, 32, 64]), (256, 30, [1, 2, 4])]
 )
