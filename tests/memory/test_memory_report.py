@@ -39,24 +39,14 @@ def test_known_sizes_by_hand(pynative):
     assert report.rank == 0
 
 
-HIDDEN = 100_000
-
-
-class Wide(nn.Cell):
-    """Intermediate values of more than 1 MB for each sample: a few samples are enough to measure."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.SequentialCell(nn.Dense(FEATURES, HIDDEN), nn.Tanh(), nn.Dense(HIDDEN, 5))
-
-    def construct(self, x):
-        return self.layers(x)
+HIDDEN = 100_000  # so that a few samples are enough to measure
 
 
 def wide_report() -> MemoryReport:
     """In a new process, because in an old one a trial's memory differs by 100 MB."""
     ms.set_context(mode=ms.GRAPH_MODE)
-    return report_of(Wide(), samples=256, micro_sizes=[1, 2, 256])
+    wide = nn.SequentialCell(nn.Dense(FEATURES, HIDDEN), nn.Tanh(), nn.Dense(HIDDEN, 5))
+    return report_of(wide, samples=256, micro_sizes=[1, 2, 256])
 
 
 @pytest.mark.device("memory_report predicts what is measured", ran="an H100, 2026-11-27")

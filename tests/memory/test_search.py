@@ -36,11 +36,10 @@ def batch(samples):
     return [Tensor(value) for value in batches(samples, 1)[0]]
 
 
-def search(network, samples=32, options=None, **arguments):
+def search(network, samples=32, **arguments):
     optimizer = OPTIMIZERS["momentum"](network.trainable_params())
     arguments = {"memory_limit": PLENTY, **arguments}
-    cell = GradAccumulationCell(network, 1, **(options or {}))
-    return find_micro_batch_size(cell, optimizer, batch(samples), **arguments)
+    return find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch(samples), **arguments)
 
 
 @pytest.mark.device("find_micro_batch_size finds the largest size that fits", ran="an H100, 2026-11-27")
@@ -77,21 +76,11 @@ def test_a_batch_that_is_no_tuple_is_refused():
     )
 
 
-class Forgetful(nn.Cell):
-    """A network with state besides weights, BatchNorm's statistics, and with random numbers, dropout's."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.SequentialCell(nn.Dense(12, 8), nn.BatchNorm1d(8), nn.Dropout(p=0.5), nn.Dense(8, 5))
-
-    def construct(self, x):
-        return self.layers(x)
-
-
 def test_nothing_changes_where_trials_run_in_this_process(monkeypatch, pynative):
     """As on accelerators; on CPU, MindSpore's allocator reports no memory for any size. A window is open."""
     monkeypatch.setattr("gaccum_ms.memory.meter.meter", AllocatorMeter)
-    network = Limited(Forgetful(), 2)
+    layers = nn.Dense(12, 8), nn.BatchNorm1d(8), nn.Dropout(p=0.5), nn.Dense(8, 5)  # with state, and random numbers
+    network = Limited(nn.SequentialCell(*layers), 2)
     step = make_step(network, OPTIMIZERS["momentum"], micro_batch_size=2, accumulation_steps=2)
     with pytest.warns(UserWarning, match="BatchNorm"):
         for _ in range(3):
