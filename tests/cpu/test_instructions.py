@@ -1,144 +1,107 @@
-"""Every way to start training sets oneDNN's limit, if it is needed and still possible.
+"""A network that convolves sets oneDNN's limit, if it is needed and still possible.
 
-The cases are in instructions_worker.py, in processes without a limit. They need a CPU with AVX-512 and oneDNN 3
-(MindSpore 2.9 and later); elsewhere nothing may be set.
+The programs run in processes without a limit. They need a CPU with AVX-512 and oneDNN 3 (MindSpore 2.9 and later).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gaccum_ms.cpu import instructions
 from gaccum_ms.cpu.instructions import VARIABLE, description, has_avx512, is_onednn_2
 
-ROOT = Path(__file__).resolve().parents[2]
 OLD_VARIABLE = "DNNL_MAX_CPU_ISA"
-
-TRAIN = ("train", "train_a_model_in_pynative_mode")
-LIMIT = (
-    *TRAIN,
-    "build_an_accumulator",
-    "find_a_size",
-    "report_memory",
-    "audit",
-    "tune_for_a_network_that_convolves",
-)
-LEAVE = "build_steps_that_do_not_convolve"
-TOO_LATE = "build_two_steps_too_late"
-QUICK = ("train", "build_an_accumulator", "tune_for_a_network_that_convolves", LEAVE, TOO_LATE)
 
 with_avx512 = pytest.mark.skipif(
     not has_avx512() or is_onednn_2(), reason="no AVX-512, or MindSpore before 2.9: there is nothing to limit"
 )
 
-
-def run(out: Path, *cases: str, **variables: str) -> dict[str, dict[str, Any]]:
-    """The record and the output of each case."""
-    env = {k: v for k, v in os.environ.items() if k not in (VARIABLE, OLD_VARIABLE, "GLOG_v")}
-    env |= {"PYTHONPATH": str(ROOT), "ONEDNN_VERBOSE": "1", **variables}
-    command = [sys.executable, str(Path(__file__).with_name("instructions_worker.py")), str(out), *cases]
-    finished = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=1500)
-    found = {}
-    for case in cases:
-        printed = (out / f"{case}.txt").read_text()
-        assert (out / f"{case}.json").exists(), finished.stderr + printed
-        found[case] = json.loads((out / f"{case}.json").read_text()) | {"printed": printed}
-    return found
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory) -> Callable[[str], dict[str, Any]]:
-    """A function of a case, in an environment without the variable. A process runs the cases of the quick tests, or all
-    others."""
-    finished = functools.cache(lambda cases: run(tmp_path_factory.mktemp("bare"), *cases))
-    others = tuple(case for case in LIMIT if case not in QUICK)
-    return lambda case: finished(QUICK if case in QUICK else others)[case]
+# oneDNN's instruction sets, with a bit for AVX-512, are read last, because reading them fixes the limit.
+PROGRAM = """
+import ctypes, os
+from pathlib import Path
+for name in "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA":  # of the tests
+    os.environ.pop(name, None)
+os.environ |= {variables}
+import mindspore as ms
+from mindspore import nn, ops
+import gaccum_ms
+from tests.support.reference import make_step
+ms.set_context(mode={mode})
+convolving = nn.SequentialCell(nn.Conv2d(3, 8, 3), nn.Flatten())
+{before}
+step = make_step(nn.WithLossCell({network}, nn.MSELoss()), micro_size=2)
+step(ops.ones((4, 3, 8, 8)), ops.ones((4, 512))).asnumpy()
+(library,) = (Path(ms.__file__).parent / "lib").glob("libdnnl.so*")
+avx512 = bool(ctypes.CDLL(str(library)).dnnl_get_effective_cpu_isa() & 0x20)
+print("AVX-512:", avx512, os.environ.get("ONEDNN_MAX_CPU_ISA"))
+"""
 
 
-@with_avx512
-@pytest.mark.core(case=[case for case in LIMIT if case in QUICK])
-@pytest.mark.parametrize("case", LIMIT)
-def test_a_network_that_convolves_is_kept_from_avx512_and_one_line_says_so(bare, case):
-    """The variable is set for the processes that this one starts."""
-    found = bare(case)
-    assert (found["avx512"], found["variable"], found["warnings"]) == (False, "AVX2", [])
-    lines = [line for line in found["printed"].splitlines() if VARIABLE in line]
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("[WARNING]")
-    assert f"{VARIABLE}=AVX2" in lines[0]
-    assert f"{VARIABLE}=ALL for no limit" in lines[0]
+@pytest.fixture
+def trained(programs, tmp_path):
+    """A function that returns the output of a program that trains."""
+
+    def output(network="convolving", before="", mode="ms.GRAPH_MODE", **variables: str) -> str:
+        (tmp_path / "script.py").write_text(
+            PROGRAM.format(network=network, before=before, mode=mode, variables=variables)
+        )
+        done = programs.run(tmp_path / "script.py", folder=tmp_path, ONEDNN_VERBOSE="1")
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    return output
 
 
 def convolution_kernels(printed: str) -> set[str]:
+    """Those that ran, by oneDNN's own record."""
     fields = [line.split(",") for line in printed.splitlines() if ",exec,cpu,convolution," in line]
     return {one[one.index("convolution") + 1] for one in fields}  # oneDNN 3 has more fields before it than oneDNN 2
 
 
 @with_avx512
-@pytest.mark.core("train")
-@pytest.mark.parametrize("case", TRAIN)
-def test_no_convolution_runs_by_the_reference_kernel(bare, case):
-    """oneDNN's own record lists the kernels that ran."""
-    kernels = convolution_kernels(bare(case)["printed"])
+def test_a_network_that_convolves_is_kept_from_avx512_and_one_line_says_so(trained):
+    """The variable is set for the processes that this one starts. No convolution runs by the reference kernel."""
+    printed = trained()
+    assert "AVX-512: False AVX2\n" in printed
+    (line,) = (line for line in printed.splitlines() if VARIABLE in line)
+    assert line.startswith("[WARNING]")
+    assert f"{VARIABLE}=AVX2" in line
+    assert f"{VARIABLE}=ALL for no limit" in line
+    kernels = convolution_kernels(printed)
     assert kernels
     assert not any("ref" in kernel for kernel in kernels), kernels
 
 
 @with_avx512
-def test_a_network_that_does_not_convolve_is_left_alone(bare):
-    found = bare(LEAVE)
-    assert (found["avx512"], found["variable"], found["warnings"]) == (True, None, [])
-    assert VARIABLE not in found["printed"]
+def test_a_network_that_does_not_convolve_is_left_alone(trained):
+    printed = trained(network="nn.SequentialCell(nn.Flatten(), nn.Dense(192, 512))")
+    assert "AVX-512: True None\n" in printed
+    assert VARIABLE not in printed
 
 
 @with_avx512
-def test_where_a_kernel_has_run_one_warning_says_what_to_do(bare):
+def test_where_a_kernel_has_run_one_warning_says_what_to_do(trained):
     """Two steps are built. The variable stays unset, because it would not be this process's limit."""
-    found = bare(TOO_LATE)
-    assert (found["avx512"], found["variable"]) == (True, None)
-    (warning,) = found["warnings"]
+    computes = "ops.matmul(ms.Tensor([[1.0]]), ms.Tensor([[1.0]])).asnumpy()"
+    another = "make_step(nn.WithLossCell(convolving, nn.MSELoss()), micro_size=2)"
+    printed = trained(before=f"{computes}\n{another}")
+    assert "AVX-512: True None\n" in printed
+    (warning,) = (line for line in printed.splitlines() if "Warning: " in line and VARIABLE in line)
     assert "can no longer be set: a kernel has run in this process already" in warning
     assert "Set it in the environment, or call gaccum_ms.tune_cpu() before anything computes" in warning
 
 
 @with_avx512
-def test_what_the_environment_says_stays(tmp_path):
+def test_what_the_environment_says_stays(trained):
     """With ALL, convolutions run by the reference kernel. If that changes, the limit is no longer needed."""
-    for case, found in run(tmp_path, TRAIN[1], "tune", TOO_LATE, **{VARIABLE: "ALL"}).items():
-        assert (found["avx512"], found["variable"], found["warnings"]) == (True, "ALL", []), case
-        assert "gaccum_ms limits" not in found["printed"], case
-    printed = (tmp_path / f"{TRAIN[1]}.txt").read_text()
+    tunes = "gaccum_ms.tune_cpu(network=convolving)"
+    printed = trained(before=tunes, mode="ms.PYNATIVE_MODE", **{VARIABLE: "ALL"})
+    assert "AVX-512: True ALL\n" in printed
+    assert "gaccum_ms limits" not in printed and "Warning: " not in printed
     assert any("ref" in kernel for kernel in convolution_kernels(printed)), printed
-
-
-@pytest.mark.parametrize(
-    ("flags", "found"),
-    [
-        ("flags\t\t: fpu avx2 avx512f avx512dq avx512bw avx512vl avx512_vnni", True),
-        ("flags\t\t: fpu avx2 avx512f avx512dq avx512cd", False),  # Xeon Phi, where oneDNN uses AVX2
-        ("flags\t\t: fpu avx avx2", False),
-        ("Features\t: fp asimd sve", False),  # ARM
-        ("", False),
-    ],
-)
-def test_what_is_a_cpu_with_avx512(tmp_path, flags, found):
-    record = tmp_path / "cpuinfo"
-    record.write_text(f"processor\t: 0\nmodel name\t: avx512f avx512dq avx512bw avx512vl\n{flags}\n\nprocessor\t: 1\n")
-    assert has_avx512(record) is found
-
-
-def test_a_system_without_the_record_has_none(tmp_path):
-    assert has_avx512(tmp_path / "none") is False
 
 
 def test_check_says_what_becomes_of_convolutions(monkeypatch):
@@ -152,15 +115,3 @@ def test_check_says_what_becomes_of_convolutions(monkeypatch):
     assert description() == f"{OLD_VARIABLE}=AVX decides how fast convolutions are"
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.0")
     assert description() == "convolutions are fast"
-    monkeypatch.setattr(instructions, "has_avx512", lambda: False)
-    assert description() == "convolutions are fast"
-
-
-@pytest.mark.skipif(not (has_avx512() and is_onednn_2()), reason="AVX-512 with oneDNN 2, of MindSpore before 2.9")
-def test_onednn_2_needs_no_limit(tmp_path):
-    """The record of oneDNN 2, which uses its old name DNNL, has no reference kernel."""
-    found = run(tmp_path, "train", DNNL_VERBOSE="1")["train"]
-    assert (found["avx512"], found["variable"], found["warnings"]) == (True, None, [])
-    kernels = convolution_kernels(found["printed"])
-    assert kernels
-    assert not any("ref" in kernel for kernel in kernels), kernels

@@ -1,5 +1,5 @@
-"""Tests that need several devices, or a device's own clock. On CPU they run on two ranks; ``bash run.sh test device``
-runs them on all devices."""
+"""Tests that need several devices, or a device's own clock. ``bash run.sh test device`` runs them on all devices, and
+with ``DEVICE=CPU`` on two ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.end_to_end.test_docs import code_blocks, numbers_apart
-from tests.launch.launched import LIMIT, PYTHONPATH, Launched
+from tests.launch.launched import Launched
 from tests.support.device import DEVICE, RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif("GACCUM_MS_DEVICE" not in os.environ, reason="on CPU the rehearsal runs them: test_report.py"),
+]
 
 
 def run_page(name: str, folder: Path) -> tuple[str, str]:
@@ -30,7 +32,6 @@ def run_page(name: str, folder: Path) -> tuple[str, str]:
     return printed, code_blocks(page, "text")[0]
 
 
-@pytest.mark.thorough
 @pytest.mark.device("data parallel mode on all devices, with NCCL or HCCL: the weights of one process")
 def test_data_parallel_ranks_train_as_one_process(tmp_path):
     printed, shown = run_page("howto/devices.md", tmp_path)
@@ -41,7 +42,6 @@ def test_data_parallel_ranks_train_as_one_process(tmp_path):
         assert {file.name for file in (tmp_path / "checkpoints" / str(rank)).iterdir()} >= {"net-5_4.ckpt"}
 
 
-@pytest.mark.thorough
 @pytest.mark.device("semi-auto parallel mode on all devices: the weights of one process (on CPU: data parallel mode)")
 def test_semi_auto_ranks_train_as_one_process(tmp_path):
     printed, shown = run_page("parallel.md", tmp_path)
@@ -50,28 +50,6 @@ def test_semi_auto_ranks_train_as_one_process(tmp_path):
     assert ("no semi-auto parallel mode" in printed) == (DEVICE == "CPU")
 
 
-@pytest.mark.thorough
-@pytest.mark.device(
-    "semi-auto parallel mode on all devices, with each option, and pipelines: the weights of one process"
-)
-def test_semi_auto_ranks_with_each_option_train_as_one_process(tmp_path):
-    script, weights = Path(__file__).with_name("semi_auto_options.py"), {}
-    env = {"DEVICE": DEVICE, "PYTHONPATH": PYTHONPATH}
-    subprocess.run([sys.executable, script, tmp_path / "one"], env={**os.environ, **env}, timeout=LIMIT, check=True)
-    done = Launched(script, "-n", str(RANKS), args=[str(tmp_path / "all")], env=env, cwd=tmp_path).finish()
-    assert done.returncode == 0, done.stderr
-    one = dict(np.load(tmp_path / "one.0.npz"))
-    trained = set()  # a rank has the weights of its pipeline stage, and four stages need four devices
-    for rank in range(RANKS):
-        weights = dict(np.load(tmp_path / f"all.{rank}.npz"))
-        trained |= weights.keys()
-        for name, weight in weights.items():
-            np.testing.assert_allclose(weight, one[name], rtol=2e-3, atol=2e-3 if "casts" in name else 1e-5)
-    assert trained == {name for name in one if RANKS % 4 == 0 or DEVICE == "CPU" or "four stages" not in name}
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif("GACCUM_MS_DEVICE" not in os.environ, reason="on CPU the rehearsal runs it: test_report.py")
 @pytest.mark.device("the benchmarks: an update's time, beside the whole batch's")
 def test_benchmarks_measure(tmp_path, record_property):
     words = ["--limit", "500", "--networks", "mlp"]

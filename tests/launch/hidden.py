@@ -51,8 +51,8 @@ def kill(launched: Launched, folder: Path, victims: str) -> None:
 
     def there_are() -> bool:
         killed[:] = [psutil.Process(launched.process.pid)] if "launcher" in victims else []
-        killed.extend(of_the_launcher(folder, "--guard")[-1:] if "a-guard" in victims else [])
-        killed.extend(of_the_launcher(folder, "--guard") if "guards" in victims else [])
+        guards = of_the_launcher(folder, "--guard")
+        killed.extend(guards[-1:] if "a-guard" in victims else guards if "guards" in victims else [])
         killed.extend(of_the_launcher(folder, "--keep") if "keeper" in victims else [])
         return bool(killed)
 
@@ -67,12 +67,12 @@ def ends(launched: Launched, folder: Path) -> int:
     """Wait until the launcher has ended, and then all else, and return its exit code."""
     try:
         launched.process.wait(LIMIT)
-        if launched.process.returncode >= 0:
-            assert not here(folder), "the launcher ends last"
-        wait_until(lambda: not here(folder))
+        if launched.process.returncode < 0:  # it was killed: its keeper and guards end the rest, and then themselves
+            wait_until(lambda: not any(of_the_launcher(folder, which) for which in ("--keep", "--guard")))
+            psutil.wait_procs(here(folder), timeout=30)
+        assert not here(folder), "they were left running"
     finally:
-        left = here(folder)
-        for process in left:
+        for process in here(folder):
             process.kill()
         launched.process.communicate()
     return launched.process.returncode

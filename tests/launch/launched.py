@@ -87,20 +87,11 @@ class Launched:
         assert not left, f"left running: {left}"
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
 
-    def ends_alone(self) -> None:
-        """After the launcher was killed: wait until nobody else runs."""
-        try:
-            wait_until(lambda: not self.running())
-        finally:
-            self.finish()
-
-    def running(self, right: Callable[[psutil.Process], object] = lambda process: True) -> list[psutil.Process]:
-        """The processes that were started and for which this is true, but not the launcher itself, nor Ray's."""
-
-        def mine(process: psutil.Process) -> bool:
-            return process.environ().get("TEST_MARK") == self.mark and process.pid != self.process.pid
-
-        return processes(lambda process: mine(process) and right(process))
+    def running(self) -> list[psutil.Process]:
+        """The processes that were started, but not the launcher itself, nor Ray's."""
+        return processes(
+            lambda process: process.environ().get("TEST_MARK") == self.mark and process.pid != self.process.pid
+        )
 
     def wait_for(self, *paths: Path) -> None:
         """Wait until these files are there, while the launcher runs."""

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import importlib.metadata
 import socket
-import sys
 
 import pytest
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError, left_out, reserved_port
-from gaccum_ms.launch.ray_engine import OnHost, OnRay
+from gaccum_ms.launch.ray_engine import OnHost
 
 
 def test_a_reserved_port_is_a_free_one_and_stays_free_for_the_scheduler_alone():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with reserved_port("127.0.0.1") as port:
-            assert port != taken.getsockname()[1]
+        host, number = taken.getsockname()
+        with pytest.raises(LaunchError, match=f"port {number} of 127.0.0.1 is taken"), reserved_port(host, number):
+            pass
+        with reserved_port(host) as port:
+            assert port != number
             with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
                 other.bind(("127.0.0.1", port))
             with socket.socket() as scheduler:  # with the option that MindSpore's scheduler sets
                 scheduler.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 scheduler.bind(("127.0.0.1", port))
                 scheduler.listen()
-
-
-def test_a_taken_port_and_a_strange_address_are_named():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is taken"), reserved_port("127.0.0.1", port):
-            pass
-    with pytest.raises(LaunchError, match=r"this host has no address '192\.0\.2\.1'"), reserved_port("192.0.2.1"):
-        pass
 
 
 def test_another_clusters_variables_are_dropped_and_other_variables_kept():
@@ -59,13 +50,7 @@ def test_a_card_and_a_table_that_can_be_meant_for_this_host_are_kept_and_others_
     assert left_out(strange) == reasons
 
 
-def test_mindspores_own_time_is_longer_and_a_number_that_it_can_hold():
-    for seconds, mindspores in ((600.0, 660), (0.5, 60), (1e300, 1_000_000)):
-        env = Cluster(launcher="mpirun", start_timeout=seconds).environment({}, cores=2)
-        assert env["MS_TOPO_TIMEOUT"] == str(mindspores)
-
-
-@pytest.mark.parametrize(("processes", "cores", "threads"), [(8, 2, "1"), (2, 8, "4"), (1, 6, "6")])
+@pytest.mark.parametrize(("processes", "cores", "threads"), [(8, 2, "1"), (2, 8, "4")])
 def test_processes_share_the_cores(processes, cores, threads):
     env = Cluster(processes=processes).environment({"MKL_NUM_THREADS": "3"}, cores)
     assert (env["OMP_NUM_THREADS"], env["OPENBLAS_NUM_THREADS"]) == (threads, threads)
@@ -84,13 +69,6 @@ def test_ranks_wait_for_one_another_longer_than_mindspore_would_or_as_long_as_th
     assert timeouts({})["MS_NODE_TIMEOUT"] == "300"
     assert timeouts({"MS_CPU_COMM_OP_TIMEOUT": "20"})["MS_NODE_TIMEOUT"] == "20"
     assert timeouts({"MS_NODE_TIMEOUT": "20"}) == {"MS_NODE_TIMEOUT": "20"}
-
-
-def test_ray_is_named_where_it_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
-    with pytest.raises(LaunchError, match=r"'ray' is not installed \(pip install 'gaccum_ms\[ray\]'\)") as error:
-        OnRay("", {"CPU": 1}, "", ".").run(Cluster(), ["script.py"], tmp_path, 0)
-    assert error.value.code == 2
 
 
 def test_of_hosts_with_one_disk_only_the_first_makes_a_file(tmp_path):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,6 @@ from pathlib import Path
 import pytest
 from mindspore.run_check._check_version import AscendEnvChecker
 
-from gaccum_ms.cpu import instructions
 from gaccum_ms.launch import cuda, doctor
 from tests.launch.launched import PYTHONPATH, ROOT
 
@@ -33,52 +30,15 @@ def broken_mindspore(tmp_path) -> str:
     return f"{folder}{os.pathsep}{PYTHONPATH}"
 
 
-@pytest.mark.thorough
-@pytest.mark.distributed
-def test_this_machine_can_train_and_check_says_so():
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = run("bash", ROOT / "run.sh", "check", PATH=path, MS_ROLE="MS_SCHED", RANK_ID="7")
-    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    assert done.returncode == 0, done.stdout + done.stderr
-    version = importlib.metadata.version("mindspore")
-    assert lines["mindspore"] == f"{version}, supported (gaccum_ms needs 2.7.2 to 2.10)"
-    assert lines["numpy"] == importlib.metadata.version("numpy")
-    assert lines["Python"].startswith(sys.version.split()[0])
-    assert "CPU        works\n" in done.stdout
-    assert f"CPU speed  {instructions.description()}\n" in done.stdout
-    assert all(len(line) <= 80 or "/" in line for line in done.stdout.splitlines()), "only a path is longer"
-    if not cuda.has_driver():
-        assert lines["GPU"] == f"no: there is no NVIDIA driver ({cuda.DRIVER})"
-    assert lines["AllReduce"] == "works on 2 processes"
-
-
-def test_ctrl_c_ends_the_check_without_a_traceback(tmp_path):
-    (tmp_path / "mindspore.py").write_text("import time\ntime.sleep(100)")  # the check of the CPU waits for it
-    # A background job, as these tests may be, ignores Ctrl-C, and so would its children.
-    program = (
-        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    check = [sys.executable, "-m", "gaccum_ms.launch.doctor"]
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PYTHONPATH}"}
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *check], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        while not process.stdout.readline().startswith("psutil"):
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "")
-
-
 NUMPY, _, MINDSPORE = doctor.PACKAGES
 
 
 @pytest.mark.parametrize(
     ("package", "version", "right"),
     [
-        *((MINDSPORE, version, 1) for version in ("2.7.2", "2.8.0", "2.10.0", "2.10.0rc1")),
+        *((MINDSPORE, version, 1) for version in ("2.7.2", "2.10.0rc1")),
         *((MINDSPORE, version, 0) for version in ("2.7.1", "2.11.0")),
-        *((NUMPY, "1.26.4", 1), (NUMPY, "2.0.0", 0)),
+        (NUMPY, "2.0.0", 0),
     ],
 )
 def test_packages_are_of_versions_that_are_supported(package, version, right, monkeypatch):
@@ -89,68 +49,39 @@ def test_packages_are_of_versions_that_are_supported(package, version, right, mo
     assert finding.remedy == ("" if right else f"pip install '{package[0]}'")
 
 
-@pytest.mark.parametrize("file", ["compiler/version.info", "version.info"])
-def test_cann_is_compared_with_mindspores_own_table(tmp_path, file):
+def test_cann_is_compared_with_mindspores_own_table(tmp_path):
     """The installed MindSpore has such a table in its own check, which this package only reads."""
-    ours = AscendEnvChecker(None).version
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    for version, says in ((f"{ours[0]}.RC1", "it goes with"), ("7.0.0", "it does not go with")):
-        (tmp_path / file).write_text(f"name=x\nVersion={version}\n")
-        finding = doctor.check_cann({"ASCEND_HOME_PATH": str(tmp_path)})
-        assert finding.text.startswith(f"{version[:3]} in {tmp_path}; {says}")
-        assert f"which needs {', '.join(ours)} (its table: mindspore/run_check/_check_version.py)" in finding.text
-
-
-def test_a_cann_that_is_not_there_or_not_on_the_path_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "CANN_SCRIPTS", (str(tmp_path / "set_env.sh"),))
     assert doctor.check_cann({}).text == "not found: ASCEND_HOME_PATH is not set"
-    (tmp_path / "set_env.sh").touch()
-    assert doctor.check_cann({}).text.endswith(f"is not set. Run this first: source {tmp_path}/set_env.sh")
-    text = doctor.check_cann({"ASCEND_HOME_PATH": str(tmp_path)}).text
-    assert text == f"not found: there is no version.info in ASCEND_HOME_PATH={tmp_path}"
-    (tmp_path / "version.info").write_text("Version=8.5.0\n")
-    monkeypatch.setattr(cuda, "folders", lambda name: [tmp_path])
-    text = doctor.check_cann({"ASCEND_HOME_PATH": str(tmp_path)}).text
-    assert text == f"8.5 in {tmp_path}; the installed MindSpore has no table of CANN's versions"
+    ours, env = AscendEnvChecker(None).version, {"ASCEND_HOME_PATH": str(tmp_path)}
+    assert doctor.check_cann(env).text == f"not found: there is no version.info in ASCEND_HOME_PATH={tmp_path}"
+    for version, says in ((f"{ours[0]}.RC1", "it goes with"), ("7.0.0", "it does not go with")):
+        (tmp_path / "version.info").write_text(f"name=x\nVersion={version}\n")
+        text = doctor.check_cann(env).text
+        assert text.startswith(f"{version[:3]} in {tmp_path}; {says}")
+        assert f"which needs {', '.join(ours)} (its table: mindspore/run_check/_check_version.py)" in text
 
 
-def test_a_driver_without_the_libraries_is_broken(monkeypatch, broken_mindspore):
+def test_what_a_gpu_lacks_is_named_with_a_remedy(tmp_path, broken_mindspore, monkeypatch):
     monkeypatch.setattr(cuda, "has_driver", lambda: True)
     monkeypatch.setattr(cuda, "missing_packages", lambda: ["nvidia-cudnn-cu11"])
-    finding = doctor.check_device("GPU", {**os.environ, "CUDA_HOME": "", "PYTHONPATH": broken_mindspore})
-    assert finding == ("GPU", "no: nvidia-cudnn-cu11 missing", cuda.REMEDY)
-
-
-@pytest.mark.core(driver=True)
-@pytest.mark.parametrize("driver", [True, False])
-def test_a_cuda_home_of_another_version_is_named(tmp_path, broken_mindspore, monkeypatch, driver):
-    """With a driver there is a remedy. Without a driver nothing would help, but the finding names it too."""
-    monkeypatch.setattr(cuda, "has_driver", lambda: driver)
-    monkeypatch.setattr(cuda, "missing_packages", lambda: [])
-    env = {**os.environ, "CUDA_HOME": str(tmp_path), "PYTHONPATH": broken_mindspore}
-    (tmp_path / "bin").mkdir()
+    env = {**os.environ, "CUDA_HOME": "", "PYTHONPATH": broken_mindspore}
+    assert doctor.check_device("GPU", env) == ("GPU", "no: nvidia-cudnn-cu11 missing", cuda.REMEDY)
     nvcc = tmp_path / "bin" / "nvcc"
-    finding = doctor.check_device("GPU", env)
-    assert f"CUDA_HOME={tmp_path} has no bin/nvcc that tells its version, and MindSpore's back end needs CUDA 11" in (
-        finding.text
-    )
+    nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     nvcc.chmod(0o755)
-    finding = doctor.check_device("GPU", env)
+    finding = doctor.check_device("GPU", env | {"CUDA_HOME": str(tmp_path)})
     assert f"CUDA_HOME={tmp_path} is CUDA 12.4, and MindSpore's back end needs CUDA 11" in finding.text
-    assert finding.remedy == ("unset CUDA_HOME, or set it to a CUDA 11" if driver else "")
+    assert finding.remedy == "unset CUDA_HOME, or set it to a CUDA 11"
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
     assert cuda.wrong_cuda_home({"CUDA_HOME": str(tmp_path)}) == ""
 
 
-def test_a_device_that_fails_gives_its_reason(broken_mindspore):
+@pytest.mark.distributed
+def test_a_device_that_fails_and_ranks_that_cannot_talk_are_broken(broken_mindspore, monkeypatch):
     finding = doctor.check_device("CPU", {**os.environ, "PYTHONPATH": broken_mindspore})
     assert finding.text == "fails: ImportError: this MindSpore is broken"
     assert finding.remedy
-
-
-@pytest.mark.distributed
-def test_ranks_that_cannot_talk_are_broken(broken_mindspore, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", broken_mindspore)
     finding = doctor.check_ranks()
     assert finding.text.startswith("fails on 2 processes:\nerror: ")
@@ -160,25 +91,18 @@ def test_ranks_that_cannot_talk_are_broken(broken_mindspore, monkeypatch):
 
 # -- where MindSpore is not installed, or not imported: the launcher and the check work --------------------------------
 
-TOOLS = ("bash", "dirname", "ls", "cat")
-
 
 @pytest.fixture
 def bare(tmp_path) -> Path:
     """A Python that finds no package at all, in a folder with no other Python that run.sh could use."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in TOOLS:
+    for name in ("bash", "dirname", "ls", "cat"):
         (folder / name).symlink_to(shutil.which(name))
     python = folder / "python3"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -s -S "$@"\n')
     python.chmod(0o755)
     return python
-
-
-def test_a_missing_psutil_is_named(bare, tmp_path):
-    refused = run(bare, "-m", "gaccum_ms.launch", __file__, cwd=tmp_path)
-    assert (refused.returncode, refused.stderr) == (2, "error: 'psutil' is not installed (pip install psutil).\n")
 
 
 def test_run_sh_checks_a_fresh_clone_without_any_package(bare, tmp_path):
@@ -192,21 +116,10 @@ def test_run_sh_checks_a_fresh_clone_without_any_package(bare, tmp_path):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('this is not Python\\'s own')")
     clean = {"PATH": str(bare.parent), "PYENV_ROOT": str(bare.parent), "PYTHONPATH": ""}
     done = run(bare.parent / "bash", clone / "run.sh", "check", cwd=elsewhere, **clean)
+    refused = run(bare, "-m", "gaccum_ms.launch", __file__, cwd=tmp_path)
+    assert (refused.returncode, refused.stderr) == (2, "error: 'psutil' is not installed (pip install psutil).\n")
     assert done.returncode == 1
     assert "mindspore  not installed" in done.stdout, done.stderr
     assert "CPU speed  " in done.stdout
     assert "broken: mindspore. bash run.sh lets pip install it" in done.stderr
     assert "AllReduce" not in done.stdout, "nothing is tried that cannot work"
-
-
-def test_where_mindspore_is_installed_it_is_not_imported(tmp_path, broken_mindspore):
-    """Python's own record of imports covers a whole launch. The control: the rest of the package does import it."""
-    script = tmp_path / "script.py"
-    script.write_text("print('ran')")
-    imports = [sys.executable, "-X", "importtime"]
-    done = run(*imports, "-m", "gaccum_ms.launch", "-n", "1", "--timeout", "200", script, cwd=tmp_path)
-    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "ran"), done.stderr
-    assert "gaccum_ms.launch.supervisor" in done.stderr
-    assert "mindspore" not in done.stderr
-    control = run(*imports, "-c", "import gaccum_ms.cell", PYTHONPATH=broken_mindspore).stderr
-    assert re.search(r"\| +mindspore$", control, re.MULTILINE), control

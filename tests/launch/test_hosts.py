@@ -1,12 +1,11 @@
-"""Several hosts without Ray or Slurm: started by hand, by Open MPI, and without a launcher. The hosts are connected
-network namespaces, which programs cannot distinguish from real hosts."""
+"""Several hosts without Ray or Slurm, by printed scripts: with Open MPI, and without a launcher. The hosts are
+connected network namespaces, which programs cannot distinguish from real hosts."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -44,51 +43,6 @@ def hosts() -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=60)
 
 
-def by_hand(hosts: list[list[str]], script: Path, cwd: Path, *options: str, args=()) -> list[Launched]:
-    """Start the launcher on both hosts."""
-    where = [["--nodes", "2", "--node-rank", str(i), "--master-addr", ADDRESSES[0], *options] for i in range(2)]
-    return [
-        Launched(script, *where[i], "--log-dir", f"host {i}", args=args, cwd=cwd, prefix=hosts[i]) for i in range(2)
-    ]
-
-
-@pytest.mark.thorough
-def test_two_hosts_train_as_one(hosts, tmp_path):
-    """Ranks wait at their end, because no launcher knows the other's ranks; so the last collective is complete."""
-    both = by_hand(hosts, TRAINS, tmp_path, "-n", "1", args=["steps", str(tmp_path), "5", "pynative"])
-    for number, launched in enumerate(both):
-        done = launched.finish()
-        assert done.returncode == 0, done.stderr
-        assert f"1 ranks of host {number} finished" in done.stdout
-        assert [path.name for path in (tmp_path / f"host {number}" / "1").iterdir()] == [f"rank.{number}"]
-    results = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
-    assert len(results) == 1, "all have the same weights"
-    assert results.pop().startswith("2 ")
-
-
-def test_a_launcher_ends_and_names_its_own_ranks(hosts, tmp_path):
-    script = write(
-        tmp_path / "script.py",
-        'assert os.environ["RANK_SIZE"] == "4"\nopen(f"up.{rank}", "x")\n'
-        'while not os.path.exists("go"): time.sleep(0.1)\n'
-        'if rank == 3: raise ValueError(f"no such thing on rank {rank}")\ntime.sleep(1000)',
-    )
-    both = by_hand(hosts, script, tmp_path, "-n", "2")
-    for host, launched in enumerate(both):
-        launched.wait_for(*(tmp_path / f"up.{rank}" for rank in (2 * host, 2 * host + 1)))
-    (tmp_path / "go").touch()
-    done = both[1].finish()
-    assert done.returncode == 1
-    assert "error: rank 3 on host 1 failed with exit code 1; all ranks of this host were ended." in done.stderr
-    assert f"the end of {tmp_path}/host 1/1/rank.3/stderr" in done.stderr
-    assert "ValueError: no such thing on rank 3" in done.stderr
-    assert both[0].process.poll() is None, "its ranks are another launcher's"
-    both[0].process.send_signal(signal.SIGTERM)
-    assert both[0].finish().returncode == 143
-
-
-# -- printed scripts ---------------------------------------------------------------------------------------------------
-
 TWO = ["--hosts", ",".join(ADDRESSES)]
 
 
@@ -113,18 +67,21 @@ def mpirun(hosts, tmp_path) -> dict[str, str]:
     return {"OMPI_MCA_plm_rsh_agent": str(ssh)}
 
 
-@pytest.mark.thorough
-def test_open_mpi_starts_the_launcher_on_each_host(hosts, mpirun, tmp_path):
+def test_open_mpi_starts_the_launcher_on_each_host_and_ends_all_when_a_rank_fails(hosts, mpirun, tmp_path):
     folder = tmp_path / "a folder's"
     script = write(
         folder / "script.py",
         'import json\nassert sys.argv[1:] == ["it\'s", "$HOME *"]\n'
         'said = {name: os.environ[name] for name in ("RANK_ID", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST")}\n'
-        'said["host"] = os.readlink("/proc/self/ns/net")\nopen(f"said.{rank}", "w").write(json.dumps(said))\n',
+        'said["host"] = os.readlink("/proc/self/ns/net")\nopen(f"said.{rank}", "w").write(json.dumps(said))\n'
+        'open(f"up.{rank}", "x")\nwhile not all(os.path.exists(f"up.{each}") for each in range(4)): time.sleep(0.1)\n'
+        'if rank == 3: raise ValueError("no such thing")\ntime.sleep(1000)',
     )
     text = printed(script, "-n", "2", *TWO, "--dry-run", "openmpi", args=["it's", "$HOME *"])
     done = run(text, folder, hosts[0], **mpirun).finish()
-    assert done.returncode == 0, done.stderr
+    assert done.returncode != 0
+    assert "rank 3 on host 1 failed with exit code 1; all ranks of this host were ended." in done.stderr
+    assert "ValueError: no such thing" in done.stderr
     got = [json.loads((folder / f"said.{rank}").read_text()) for rank in range(4)]
     assert got[0]["host"] == got[1]["host"] != got[2]["host"] == got[3]["host"]
     for rank in range(4):
@@ -133,17 +90,6 @@ def test_open_mpi_starts_the_launcher_on_each_host(hosts, mpirun, tmp_path):
     assert sorted(path.name for path in (folder / "log_output").iterdir()) == ["host.0", "host.1"]
 
 
-@pytest.mark.thorough
-def test_open_mpi_ends_all_hosts_when_a_rank_fails(hosts, mpirun, tmp_path):
-    script = write(tmp_path / "script.py", 'if rank == 1: raise ValueError("no such thing")\ntime.sleep(1000)')
-    text = printed(script, "-n", "1", *TWO, "--dry-run", "openmpi")
-    done = run(text, tmp_path, hosts[0], **mpirun).finish()
-    assert done.returncode != 0
-    assert "rank 1 on host 1 failed with exit code 1; all ranks of this host were ended." in done.stderr
-    assert "ValueError: no such thing" in done.stderr
-
-
-@pytest.mark.thorough
 @pytest.mark.flaky(reruns=1, only_rerun="139")  # MindSpore's own SIGSEGV, which a launcher would name
 def test_ranks_train_without_a_launcher(hosts, tmp_path, monkeypatch):
     """The script ends with an AllReduce, so that no rank ends while another still needs it. The exit code is a failing

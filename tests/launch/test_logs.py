@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from tests.launch.launched import Launched, in_mounts_of_its_own, write
@@ -32,34 +29,28 @@ def test_a_log_folder_that_cannot_be_made_is_named(tmp_path):
     assert done.stderr.count("\n") == 2
 
 
-@pytest.mark.core("while they run")
-@pytest.mark.parametrize(("size", "code"), [("8k", 2), ("512k", 1)], ids=["before the start", "while they run"])
-def test_a_full_disk_is_named(tmp_path, size, code):
+def test_a_full_disk_is_named(tmp_path):
     script = write(tmp_path / "script.py", 'if rank == 1: time.sleep(1000)\nwhile True: print("x" * 1000)')
     (tmp_path / "mount").mkdir()
-    prefix = in_mounts_of_its_own(f"mount -t tmpfs -o size={size} none '{tmp_path}/mount'")
+    prefix = in_mounts_of_its_own(f"mount -t tmpfs -o size=512k none '{tmp_path}/mount'")
     done = Launched(script, "-n", "2", "--log-dir", "mount/logs", prefix=prefix).finish()
-    assert done.returncode == code
+    assert done.returncode == 1
     assert f"cannot write logs to '{tmp_path}/mount/logs': No space left on device. Make room there" in done.stderr
     assert done.stderr.count("error: ") == 1
-    assert ("rank 0 failed with exit code" in done.stderr) == (code == 1)
+    assert "rank 0 failed with exit code" in done.stderr
 
 
-@pytest.mark.core("logs")
-@pytest.mark.parametrize("removed", ["logs", "logs/1", "logs/1/rank.0"])
-def test_a_folder_that_was_removed_while_ranks_ran_is_named(tmp_path, removed):
+def test_a_folder_that_was_removed_while_ranks_ran_is_named(tmp_path):
     """A rank that then fails has no logs to show."""
-    text = f'import shutil\nif rank == 0: shutil.rmtree("{removed}"); sys.exit(3)\ntime.sleep(1000)'
+    text = 'import shutil\nif rank == 0: shutil.rmtree("logs/1"); sys.exit(3)\ntime.sleep(1000)'
     done = Launched(write(tmp_path / "script.py", text), "-n", "2", "--log-dir", "logs").finish()
     assert done.returncode == 1
     assert "error: rank 0 failed with exit code 3; all ranks were ended.\n" in done.stderr
-    assert f"the log folder '{tmp_path / removed}' is missing: it was removed while the ranks ran" in done.stderr
+    assert f"the log folder '{tmp_path / 'logs' / '1'}' is missing: it was removed while the ranks ran" in done.stderr
     assert "cannot write logs" not in done.stderr and "Make room" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "path", ["1/rank.0/results.txt", "msrun/notes.txt", ".cuda/lib", "1"], ids=lambda path: path.replace("/", "-")
-)
+@pytest.mark.parametrize("path", ["1/rank.0/results.txt", "msrun/notes.txt", "1"])
 def test_a_folder_that_no_launch_made_is_not_replaced(tmp_path, path):
     """The files beside it are kept too. The launch reports the error before it starts or removes anything."""
     script, runs = write(tmp_path / "script.py", ""), tmp_path / "runs"
@@ -73,41 +64,3 @@ def test_a_folder_that_no_launch_made_is_not_replaced(tmp_path, path):
     assert f"'{runs / path.split('/')[0]}' was not made by a launch, and would have to be replaced" in done.stderr
     assert [file.read_text() for file in files] == ["mine"] * len(files)
     assert path == "1" or (runs / "1" / "rank.7").exists()
-
-
-@pytest.mark.core(name="1")
-@pytest.mark.parametrize("name", ["work", "1"])
-def test_a_folder_that_cannot_be_read_matters_only_if_it_may_be_ours(tmp_path, name):
-    # Its paths are too long for Linux: permissions do not stop root, who often runs the tests.
-    script, logs = write(tmp_path / "script.py", ""), tmp_path / "runs"
-    make_unreadable(logs / name)
-    done = Launched(script, "-n", "1", "--log-dir", "runs").finish()
-    if name == "work":
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"error: cannot write logs to '{logs}': File name too long. Name another")
-        assert done.stderr.count("\n") == 2
-
-
-def make_unreadable(folder: Path) -> None:
-    """Make a folder with folders in it, so deep that their paths are too long."""
-    folder.mkdir(parents=True)
-    place = os.open(folder, os.O_RDONLY)
-    for _ in range(20):
-        os.mkdir("x" * 250, dir_fd=place)
-        outer, place = place, os.open("x" * 250, os.O_RDONLY, dir_fd=place)
-        os.close(outer)
-    os.close(place)
-
-
-@pytest.mark.thorough
-def test_a_link_to_a_folder_of_a_launch_is_not_followed(tmp_path):
-    script = write(tmp_path / "script.py", "")
-    assert Launched(script, "-n", "1", "--log-dir", "kept").finish().returncode == 0
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "1").symlink_to(tmp_path / "kept" / "1")
-    done = Launched(script, "-n", "1", "--log-dir", "runs").finish()
-    assert done.returncode == 2
-    assert "was not made by a launch" in done.stderr
-    assert (tmp_path / "kept" / "1" / "rank.0" / "stdout").exists()

@@ -20,17 +20,19 @@ def parse(*words):
     return options.parse(list(words))
 
 
-@pytest.mark.parametrize("words", [["--processes=2"], ["--processes", "2"], ["-n", "2"], ["-n2"], ["-n=2"]])
-@pytest.mark.parametrize("script", [[SCRIPT], ["--", SCRIPT], [f"--script={SCRIPT}"], ["--script", SCRIPT, "--"]])
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        (["--processes=2"], [SCRIPT]),
+        (["--processes", "2"], ["--", SCRIPT]),
+        (["-n2"], [f"--script={SCRIPT}"]),
+        (["-n=2"], ["--script", SCRIPT, "--"]),
+    ],
+)
 def test_options_and_script_in_every_form(words, script):
     parsed = parse("--timeout=7", *words, *script, "--epochs", "3", "--processes=5", "-n", "6", "--log-dri", "x")
     assert (parsed.processes, parsed.timeout, parsed.script) == (2, 7, SCRIPT)
     assert parsed.args == ["--epochs", "3", "--processes=5", "-n", "6", "--log-dri", "x"]
-
-
-def test_options_may_follow_the_option_script():
-    parsed = parse("--script", SCRIPT, "--processes=2", "--timeout", "7", "--epochs", "3", "--processes=9")
-    assert (parsed.processes, parsed.timeout, parsed.args) == (2, 7, ["--epochs", "3", "--processes=9"])
 
 
 def test_the_default_script_is_the_last_resort():
@@ -47,48 +49,18 @@ def test_the_default_script_is_the_last_resort():
     ("words", "message"),
     [
         (["--proceses", "2", SCRIPT], "there is no option --proceses; is --processes meant?"),
-        (["--proceses=2", SCRIPT], "there is no option --proceses; is --processes meant?"),
-        (["--num-processes", "2", SCRIPT], "there is no option --num-processes; is --processes meant?"),
-        (["--proc", "2", SCRIPT], "there is no option --proc; is --processes meant?"),
-        (["--log_dir", "x", SCRIPT], "there is no option --log_dir; is --log-dir meant?"),
-        (["--LOG-DIR", "x", SCRIPT], "there is no option --LOG-DIR; is --log-dir meant?"),
-        (["--script", SCRIPT, "--master_adr=x"], "there is no option --master_adr; is --master-addr meant?"),
-        (["--epochs", "3"], "there is no option --epochs; see --help"),
         (["--timeout"], "argument --timeout: expected one argument"),
-        (["--timeout", "--processes", "2", SCRIPT], "argument --timeout: expected one argument"),
-        (["--print-script=1", SCRIPT], "argument --print-script: ignored explicit argument '1'"),
         ([], "the script is missing"),
-        (["--"], "the script is missing"),
         (["missing.py"], "no such script: missing.py"),
-        *(
-            ([f"--{name}={value}", SCRIPT], f"--{name} must be a finite number of seconds, at least 0, but got")
-            for name in ("timeout", "start-timeout", "end-timeout")
-            for value in ("inf", "nan", "-1", "1e999")
-        ),
-        (["--timeout=soon", SCRIPT], "argument --timeout: invalid float value: 'soon'"),
-        (["--start-timeout", "0", SCRIPT], "--start-timeout must be greater than 0, but got 0"),
-        (["--processes", "2.5", SCRIPT], "argument -n/--processes: invalid int value: '2.5'"),
+        (["--timeout=inf", SCRIPT], "--timeout must be a finite number of seconds, at least 0, but got"),
         (["--processes", "0", SCRIPT], "--processes must be at least 1, but got 0"),
-        (["--launcher", "torchrun", SCRIPT], "argument --launcher: invalid choice: 'torchrun'"),
-        (["--nodes", "2", "--node-rank", "2", SCRIPT], "--node-rank must be from 0 to --nodes - 1 = 1, but got 2"),
         (["--nodes", "2", SCRIPT], "--nodes needs --master-addr"),
         (["--nodes", "2", "--launcher", "mpirun", SCRIPT], "--nodes needs --launcher msrun"),
-        (["--master-port", "65536", SCRIPT], "--master-port must be from 1 to 65535, but got 65536"),
         (["--rank_table_file", "missing.json", SCRIPT], "--rank-table-file: no such file: missing.json"),
-        (["--bind-core=True", "--launcher=mpirun", SCRIPT], "--bind-core needs --launcher msrun"),
         (["--ray-address=a", SCRIPT], "--ray-address needs --on ray"),
-        (["--checkpoints=a", SCRIPT], "--checkpoints needs --on ray"),
-        (["--on=ray", "--node-rank=1", "--nodes=2", SCRIPT], "--node-rank is for hosts started by hand"),
-        (["--on=ray", "--dry-run=slurm", SCRIPT], "--on ray does not go with --dry-run"),
         (["--on=ray", "--ray-resources=CPU", SCRIPT], "argument --ray-resources: invalid resources value: 'CPU'"),
-        *(
-            (["--nodes=2", "--master-addr=a", *words, SCRIPT], "--max-restarts and --min-processes need one host, or")
-            for words in (["--max-restarts=1"], ["--max-restarts=1", "--min-processes=8"])
-        ),
-        (["--hosts", "a,b", SCRIPT], "--hosts needs --dry-run"),
+        (["--nodes=2", "--master-addr=a", "--max-restarts=1", SCRIPT], "--max-restarts and --min-processes need one"),
         (["--hosts=a,b", "--nodes=3", "--dry-run=openmpi", SCRIPT], "--hosts must be --nodes = 3 names, but got 2"),
-        (["--dry-run=ssh", SCRIPT], "argument --dry-run: invalid choice: 'ssh'"),
-        (["--dry-run=openmpi", "--hosts=a,b", "--max-restarts=1", SCRIPT], "--max-restarts and --min-processes need"),
     ],
 )
 def test_a_mistake_is_one_line(words, message, capsys):
@@ -114,18 +86,6 @@ def test_help_run_sh_and_docs_have_one_list_of_options():
     assert options in Path(ROOT / "docs" / "launching.md").read_text()
 
 
-def test_a_path_that_no_encoding_has_is_printed_as_it_is(tmp_path):
-    script = os.fsencode(tmp_path) + "/\u00e4 ".encode() + b"\xff.py"
-    open(script, "x").close()
-    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "gaccum_ms.launch", "--print-script"]
-    done = subprocess.run([*command, script], env=env, capture_output=True, timeout=100)
-    assert done.stdout == script + b"\n", done.stderr
-    done = subprocess.run([*command, script + b"x"], env=env, capture_output=True, timeout=100)
-    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
-    assert done.stderr.startswith(b"error: no such script: ")
-
-
 def test_the_options_of_ray():
     options = ["--on=ray", "--nodes=2", "--max-restarts=1", "--min-processes=8", "--ray-resources=CPU=2,NPU=1"]
     parsed = parse(*options, SCRIPT)
@@ -135,19 +95,9 @@ def test_the_options_of_ray():
     assert parse("--on=ray", f"--ray-working-dir={folder}", SCRIPT).script == os.path.basename(SCRIPT)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["openmpi"], "--dry-run openmpi needs --hosts"),
-        (["ranks", "--max-restarts=2"], "--max-restarts is done by the launcher, which --dry-run ranks leaves out"),
-        (["ranks", "--timeout=7"], "--timeout is done by the launcher"),
-        (["ranks", f"--rank-table-file={SCRIPT}"], "--rank-table-file is done by the launcher"),
-    ],
-)
-def test_what_cannot_be_printed_is_one_line(options, message):
-    said = printed(Path(SCRIPT), "--dry-run", *options, code=2)
-    assert said.startswith(f"error: {message}")
-    assert said.count("\n") == 1
+def test_what_cannot_be_printed_is_one_line():
+    said = printed(Path(SCRIPT), "--dry-run", "ranks", "--max-restarts=2", code=2)
+    assert said == "error: --max-restarts is done by the launcher, which --dry-run ranks leaves out.\n"
 
 
 def test_a_script_is_printed_with_the_launchers_options_and_nothing_is_started(tmp_path):

@@ -75,11 +75,6 @@ class Slurm:
         fields = dict(field.partition("=")[::2] for field in self.say("scontrol", "show", "job", job).split())
         return fields.get("JobState", "")
 
-    def wait(self, job: str, *states: str) -> str:
-        """Wait until the job is in one of these states."""
-        wait_until(lambda: self.state(job) in states)
-        return self.state(job)
-
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
@@ -112,40 +107,24 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
                 process.kill()
 
 
-def processes_of(script: Path) -> list[psutil.Process]:
-    """The processes that run this script."""
-    return processes(lambda each: str(script) in each.cmdline())
-
-
-def test_a_rank_that_fails_ends_the_job_on_both_nodes(slurm, tmp_path):
+def test_a_job_whose_rank_fails_ends_on_both_nodes_and_is_requeued(slurm, tmp_path):
+    """test_restarts.py shows what ranks that train make of a restart."""
     script = write(
         tmp_path / "a folder's" / "script.py",
-        'assert sys.argv[1:] == ["it\'s", "$HOME *"]\n'
-        'open(f"up.{rank}", "w").write(f"{os.environ[\'SLURMD_NODENAME\']} {os.environ[\'RANK_SIZE\']}")\n'
-        'while not os.path.exists(f"up.{1 - rank}"): time.sleep(0.1)\n'
-        'if rank == 1: raise ValueError("no such thing")\ntime.sleep(1000)',
+        'assert sys.argv[1:] == ["it\'s", "$HOME *"]\ncount = os.environ["GACCUM_MS_RESTART_COUNT"]\n'
+        'open(f"up.{count}.{rank}", "w").write(f"{os.environ[\'SLURMD_NODENAME\']} {os.environ[\'RANK_SIZE\']}")\n'
+        'while not os.path.exists(f"up.{count}.{1 - rank}"): time.sleep(0.1)\n'
+        'if (count, rank) == ("0", 1): raise ValueError("no such thing")\ntime.sleep(1000 * (count == "0"))',
     )
-    job = slurm.submit(script, args=("it's", "$HOME *"))
-    assert slurm.wait(job, *ENDED) == "FAILED", (script.parent / "job.out").read_text()
-    assert [(script.parent / f"up.{rank}").read_text() for rank in range(2)] == ["n1 2", "n2 2"]
+    job = slurm.submit(script, "--max-restarts=1", args=("it's", "$HOME *"))
+    wait_until(lambda: slurm.state(job) in ENDED)
+    assert slurm.state(job) == "COMPLETED", (script.parent / "job.out").read_text()
     said = (script.parent / "job.out").read_text()
     assert "error: rank 1 on host 1 failed with exit code 1; all ranks of this host were ended." in said
     assert "ValueError: no such thing" in said
-    wait_until(lambda: not processes_of(script))  # Slurm ends the other node's after the job's end
-
-
-@pytest.mark.thorough
-def test_a_job_whose_rank_fails_is_requeued(slurm, tmp_path):
-    """test_restarts.py shows what ranks that train make of a restart."""
-    script = write(
-        tmp_path / "script.py",
-        'count = os.environ["GACCUM_MS_RESTART_COUNT"]\nopen(f"up.{count}.{rank}", "x")\n'
-        'while not all(os.path.exists(f"up.{count}.{each}") for each in range(2)): time.sleep(0.1)\n'
-        'if (count, rank) == ("0", 1): sys.exit(3)\ntime.sleep(1000 * (count == "0"))',
-    )
-    job = slurm.submit(script, "--max-restarts=1")
-    assert slurm.wait(job, *ENDED) == "COMPLETED", (tmp_path / "job.out").read_text()
-    assert {path.name for path in tmp_path.glob("up.*")} == {f"up.{count}.{rank}" for count in "01" for rank in "01"}
-    for rank in range(2):
-        for attempt in ("1", "2"):
-            assert (tmp_path / "log_output" / f"host.{rank}" / attempt / f"rank.{rank}" / "stdout").exists()
+    for count in range(2):
+        assert [(script.parent / f"up.{count}.{rank}").read_text() for rank in range(2)] == ["n1 2", "n2 2"]
+        for rank in range(2):
+            logs = script.parent / "log_output" / f"host.{rank}" / str(count + 1)
+            assert (logs / f"rank.{rank}" / "stdout").exists()
+    wait_until(lambda: not processes(lambda each: str(script) in each.cmdline()))  # Slurm ends the other node's late

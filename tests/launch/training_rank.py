@@ -1,18 +1,16 @@
-"""A rank that trains in data parallel mode: ``training_rank.py HOW OUT NUMBER MODE [FAILING_RANK]`` .
+"""A rank that trains in data parallel mode: ``training_rank.py HOW OUT NUMBER MODE`` .
 
 HOW is ``steps`` or ``updates`` , NUMBER how many, MODE ``graph`` or ``pynative`` .
 
 ``steps`` does not wait for the other ranks at its end. During training, it writes its process id and its last step to
-OUT/<N>, for tests that kill it, and the sum of its weights to OUT/rank<N> at the end. FAILING_RANK raises at step 5,
-when the others are in that step's AllReduce.
+OUT/<N>, for tests that kill it, and the sum of its weights to OUT/rank<N> at the end.
 
 ``updates`` resumes when it is started again. Each update has four batches, shared by any number of ranks.
-OUT/trained.<N> has one line for each batch that the rank trained, with the attempt, the update, and a digest of the
-samples. Its last weights are in OUT/rank<N>.npz. Then the same processes train once more, from the first batch to the
-last, without a checkpoint: OUT/undisturbed.<N> and OUT/undisturbed<N>.npz.
+OUT/trained.<N> has one line for each batch that the rank trained: the attempt, and the updates that are complete. Its
+last weights are in OUT/rank<N>.npz. The variable TEST_STOP_AT has the update of each attempt at which the ranks stand
+still, to be killed.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -29,14 +27,12 @@ from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 BATCH, BATCHES, EPOCHS = 4, 4, 2
 
 
-def steps(out, number, failing_rank):
+def steps(out, number):
     rank, net = get_rank(), nn.Dense(4, 1)
     cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 2)
     step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(net.trainable_params(), 0.1))
     random = np.random.default_rng(rank)
     for done in range(number):
-        if rank == failing_rank and done == 5:
-            raise ValueError(f"no step {done} on rank {rank}")
         x = random.normal(size=(6, 4)).astype(np.float32)
         step(Tensor(x), Tensor(x.sum(axis=1, keepdims=True)))
         fresh = out / f".{rank}"
@@ -47,22 +43,20 @@ def steps(out, number, failing_rank):
 
 
 class Trained(train.Callback):
-    """Records the samples of each batch."""
+    """Records each batch."""
 
     def __init__(self, file):
         super().__init__()
         self.file = file
         self.attempt = int(os.environ["GACCUM_MS_RESTART_COUNT"])
+        self.stop_at = [*map(int, os.environ["TEST_STOP_AT"].split()), -1, -1][self.attempt]
 
     def on_train_step_end(self, run_context):
-        parameters = run_context.original_args()
-        samples = parameters.train_dataset_element[0].asnumpy()
-        updates = int(parameters.train_network.update_count.asnumpy())
-        row = [self.attempt, updates, hashlib.sha256(samples.tobytes()).hexdigest()[:8], len(samples)]
+        updates = int(run_context.original_args().train_network.update_count.asnumpy())
         with self.file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        if self.attempt == 0 and updates == int(os.environ.get("TEST_STOP_AT", -1)):
-            time.sleep(1000)  # until the test has ended a host
+            file.write(json.dumps([self.attempt, updates]) + "\n")
+        if updates == self.stop_at:
+            time.sleep(1000)
 
 
 def samples_of_an_epoch(number):
@@ -80,8 +74,7 @@ def make_network():
     return nn.WithLossCell(net, nn.MSELoss()), nn.Momentum(net.trainable_params(), 0.05, momentum=0.9)
 
 
-def train_all(number, rows, saved=None):
-    """Train to the end, from the checkpoint in the folder `saved` if there is one, and return all Parameters."""
+def updates(out, number):
     ms.set_seed(1)
     ms.manual_seed(1)  # MindSpore 2.7 would begin each process with another state
     rank, ranks = get_rank(), get_group_size()
@@ -89,32 +82,21 @@ def train_all(number, rows, saved=None):
     data_set = ms.dataset.NumpySlicesDataset(columns, shuffle=False, num_shards=ranks, shard_id=rank).batch(BATCH)
     network, optimizer = make_network()
     cell = GradAccumulationCell(network, 2, accumulation_steps=BATCHES // ranks)
-    model = ms.Model(cell, optimizer=optimizer)
-    finished, callbacks = 0, [Trained(rows)]
-    if saved:
-        finished = resume(model, saved, data_set)
-        callbacks.append(UpdateCheckpoint(1, prefix="net", directory=saved))
+    model, saved = ms.Model(cell, optimizer=optimizer), f"{out}/saved/{rank}"
+    callbacks = [Trained(out / f"trained.{rank}"), UpdateCheckpoint(1, prefix="net", directory=saved)]
+    finished = resume(model, saved, data_set)
     if finished < EPOCHS:  # a rank may have been killed after the last epoch
         model.train(EPOCHS, data_set, callbacks=callbacks, initial_epoch=finished, dataset_sink_mode=False)
-    return {parameter.name: parameter.asnumpy() for parameter in model.train_network.get_parameters()}
+    np.savez(out / f"rank{rank}.npz", **{each.name: each.asnumpy() for each in model.train_network.get_parameters()})
 
 
-def updates(out, number, failing_rank):
-    rank = get_rank()
-    np.savez(out / f"rank{rank}.npz", **train_all(number, out / f"trained.{rank}", f"{out}/saved/{rank}"))
-    rows, last = out / f"undisturbed.{rank}", out / f"undisturbed{rank}.npz"
-    if not last.exists():
-        rows.unlink(missing_ok=True)  # of an attempt that was killed here
-        np.savez(last, **train_all(number, rows))
-
-
-def main(how, out, number, mode, failing_rank=-1):
+def main(how, out, number, mode):
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     ms.set_seed(1)
     init()
     ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
-    {"steps": steps, "updates": updates}[how](Path(out), int(number), int(failing_rank))
+    {"steps": steps, "updates": updates}[how](Path(out), int(number))
 
 
 if __name__ == "__main__":

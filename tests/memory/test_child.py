@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +51,19 @@ def fail() -> None:
     raise ValueError("as it is")
 
 
+def stuck(copies: int) -> str:
+    """The error of a run that waits for ever in the first copies. Each copy notes that it has started."""
+    with tempfile.NamedTemporaryFile("a") as started, mock.patch.object(child, "_STUCK_AFTER", 1):
+
+        def run() -> None:
+            started.write("x")
+            started.flush()
+            if Path(started.name).stat().st_size <= copies:
+                threading.Event().wait()
+
+        return error_of(run)
+
+
 def measurements() -> dict[str, Any]:
     array = np.ones(200 * MB, np.uint8)
     kept: list[Any] = []
@@ -63,6 +77,8 @@ def measurements() -> dict[str, Any]:
         "killed": error_of(lambda: os.kill(os.getpid(), signal.SIGKILL)),
         "left": error_of(lambda: os._exit(3)),
         "too much at once": error_of(lambda: take(1, 1000 * MB, 10), 500 * MB),
+        "stuck once": stuck(1),
+        "stuck for ever": stuck(3),
     }
     assert (array == 1).all()
     assert not kept
@@ -84,10 +100,18 @@ def test_growth_is_measured_and_what_both_processes_would_have_twice(run, peak, 
         assert expected <= size / MB + 1 <= expected + 50
 
 
+def test_a_copy_that_waits_for_a_thread_that_it_lacks_is_replaced(measured):
+    """Twice; a third copy's error is raised."""
+    assert measured["stuck once"] == "none"
+    said = "has none of its other threads, but got a copy that waits for something for 1 s"
+    assert said in measured["stuck for ever"]
+
+
 def test_errors_come_back_as_they_are(measured):
     assert measured["error"] == "ValueError: as it is"
     assert measured["killed"].startswith("TooMuchMemory: For 'a test', the system ended a trial")
     assert "exit code 3" in measured["left"]
+    assert measured["too much at once"].startswith("TooMuchMemory: For 'a test', a trial reached")
 
 
 def reached() -> tuple[str, int]:
@@ -100,33 +124,8 @@ def reached() -> tuple[str, int]:
     return "none", 1000 * MB
 
 
-def test_a_run_that_would_have_too_much_is_ended(measured):
-    assert measured["too much at once"].startswith("TooMuchMemory: For 'a test', a trial reached")
-
-
 def test_a_run_ends_before_it_has_too_much():
     """Before, not after: it is ended while it could not pass the limit before the next look."""
     message, size = alone(reached)
     assert "may have" in message
     assert 400 * MB < size <= 600 * MB
-
-
-def stuck(copies: int, started: Path) -> str:
-    """The error of a run that waits for ever in the first copies. Each copy notes that it has started."""
-
-    def run() -> None:
-        with started.open("a") as file:
-            file.write("x")
-        if started.stat().st_size <= copies:
-            threading.Event().wait()
-
-    with mock.patch.object(child, "_STUCK_AFTER", 1):
-        return error_of(run)
-
-
-@pytest.mark.thorough
-def test_a_copy_that_waits_for_a_thread_that_it_lacks_is_replaced(tmp_path):
-    """Twice; a third copy's error is raised."""
-    assert alone(stuck, 1, tmp_path / "once") == "none"
-    said = alone(stuck, 3, tmp_path / "for ever")
-    assert "has none of its other threads, but got a copy that waits for something for 1 s" in said

@@ -56,11 +56,9 @@ def needed(samples: int, size: int, each: float, last: float = 0) -> float:
     return 600 + each * (size + samples % size) + last * (samples % size > 0)
 
 
-@pytest.mark.parametrize(
-    ("samples", "last"), [(1, 0), (2, 0), (7, 0), (97, 0), (106, 0), (32, 50), (100, 50), (360, 50), (1024, 50)]
-)
-@pytest.mark.parametrize("each", [0.01, 0.7, 3, 40, 900])
-@pytest.mark.parametrize("limit", [605, 650, 900, 3000, 50_000])
+@pytest.mark.parametrize(("samples", "last"), [(1, 0), (97, 0), (360, 50)])
+@pytest.mark.parametrize("each", [0.7, 40])
+@pytest.mark.parametrize("limit", [605, 650, 3000])
 def test_no_trial_exceeds_the_limit_and_what_is_found_is_85_percent_of_what_fits(samples, last, each, limit, forecast):
     """Except for the first two trials of each kind, before there is a line. What fits keeps 1.5 % of the limit free."""
     made = forecast(samples, limit, lambda size: needed(samples, size, each, last))
@@ -110,43 +108,8 @@ def test_what_only_its_trial_exceeds_is_found_by_its_prediction(forecast, monkey
     assert max(made.measured) == 10
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("size", "expected"), [(1, 100), (2, 110), (3, 120), (10, 190), (16, 250), (20, 306), (40, 586), (138, 3806)]
-)
-def test_straight_lines_through_what_was_measured_and_on(size, expected, forecast):
-    """Each sample adds 10 MB up to 16 samples, and 14 beyond. In sizes of 138, 960 samples leave 132 for the last."""
-    made = forecast(960, PLENTY, {1: 100, 4: 130, 16: 250, 20: 306}.get)
-    for measured in (1, 4, 16, 20):
-        made.measure(measured)
-    assert made.predict(size) == expected * MB
-
-
-def test_one_measurement_says_nothing_of_others_and_none_nothing(forecast):
-    made = forecast(8, PLENTY, lambda size: 100)
-    assert made.predict(8) == 0
-    made.measure(2)
-    assert made.predict(2) == made.predict(7) == 100 * MB
-
-
-def test_what_shrinks_is_not_continued_downwards(forecast):
-    made = forecast(64, PLENTY, {1: 100, 4: 90}.get)
-    made.measure(1), made.measure(4)
-    assert made.predict(64) == 90 * MB
-
-
-@pytest.mark.parametrize(
-    ("samples", "each", "expected"),
-    [
-        (1, 10, [1]),
-        (3, 10, [1, 2, 3]),
-        (15, 10, [1, 2, 3]),
-        (256, 1, [1, 2, 4, 8, 16, 32, 64]),
-        (256, 4, [1, 2, 4, 8, 16, 32]),
-        (256, 30, [1, 2, 4]),
-    ],
+    ("samples", "each", "expected"), [(3, 10, [1, 2, 3]), (256, 1, [1, 2, 4, 8, 16, 32, 64]), (256, 30, [1, 2, 4])]
 )
 def test_a_report_measures_few_sizes_and_goes_on_while_they_say_little(samples, each, expected, forecast):
     made = forecast(samples, PLENTY, lambda size: needed(samples, size, each))
