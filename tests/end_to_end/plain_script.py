@@ -1,6 +1,4 @@
-"""A text classifier with a metric per epoch and an export: python text_classifier.py MODE FOLDER [distributed]"""
-
-import sys
+"""A text classifier with a metric per epoch and an export; test_plain_script.py starts it on two ranks."""
 
 import mindspore as ms
 import mindspore.dataset as ds
@@ -8,14 +6,11 @@ import numpy as np
 from mindspore import nn, ops, train
 from mindspore.communication import get_group_size, get_rank, init
 
-mode = int(sys.argv[1])
-ms.set_context(mode=mode)
+ms.set_context(mode=ms.GRAPH_MODE)
 ms.set_seed(1)
-shard = {}
-if "distributed" in sys.argv:
-    init()
-    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-    shard = {"num_shards": get_group_size(), "shard_id": get_rank()}
+init()
+ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+shard = {"num_shards": get_group_size(), "shard_id": get_rank()}
 
 GOOD, BAD = ["superb", "moving", "warm", "honest", "bright"], ["dull", "slow", "hollow", "cold", "stale"]
 OTHERS = ["the", "film", "a", "plot", "and", "its", "actors", "scene", "music", "was", "is", "very", "rather", "often"]
@@ -68,8 +63,8 @@ held_out = create_dataset(200, 2)
 model.fit(3, create_dataset(320, 1, **shard), held_out, callbacks=[train.LossMonitor(2)])
 
 ids = next(held_out.create_tuple_iterator())[0]
-name = f"classifier{shard.get('shard_id', '')}"
+name = f"classifier{get_rank()}"
 ms.export(model.predict_network, ids, file_name=name, file_format="MINDIR")
-exported = nn.GraphCell(ms.load(f"{name}.mindir")) if mode == ms.GRAPH_MODE else model.predict
+exported = nn.GraphCell(ms.load(f"{name}.mindir"))
 print("predicted", *(round(float(value), 5) for value in model.predict(ids)[0]))
 print("exported", *(round(float(value), 5) for value in exported(ids)[0]))
