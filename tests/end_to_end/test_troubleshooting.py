@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops, train
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms.distributed import ranks
 from gaccum_ms.launch.cluster import Cluster, reserved_port
 from gaccum_ms.launch.supervisor import Ranks
+from gaccum_ms.memory.search import agreed_size
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -127,6 +129,35 @@ def _(request):
     nn.TrainOneStepCell(net, sgd(net))(*BATCH)
 
 
+@says("a micro-batch of one sample must fit, but got")
+def _(request):
+    agreed_size("find_micro_batch_size", 0, None)
+
+
+@says("all gradients of an accumulator must be of means or all of sums")
+def _(request):
+    accumulator = GradAccumulator(sgd(nn.Dense(3, 1)), 2)
+    for word in ("mean", "sum"):
+        accumulator.value_and_grad(nn.WithLossCell(nn.Dense(3, 1), nn.MSELoss(word)))
+
+
+@says("'count' must be given with gradients that are computed from those of batches of several sizes")
+def _(request):
+    net = nn.Dense(3, 1)
+    accumulator = GradAccumulator(sgd(net), 2)
+    grad_fn = accumulator.value_and_grad(with_loss(net))
+    for rows in (4, 2):
+        _, gradients = grad_fn(Tensor(X[:rows]), Tensor(Y[:rows]))
+    accumulator(tuple(gradients))
+
+
+@says("each trains by itself, and their weights drift apart")
+def _(request):
+    request.getfixturevalue("monkeypatch").setattr(ranks, "get_group_size", lambda: 2)
+    net = nn.Dense(3, 1)
+    GradAccumulator(sgd(net), 2)(tuple(ops.ones_like(weight) for weight in net.trainable_params()))
+
+
 @says("Only `loss_scale_manager=None` or")
 def _(request):
     net = nn.Dense(3, 1)
@@ -175,21 +206,16 @@ def _(request):
 
 
 class Labelled(nn.Cell):
-    """A network that all advice is about."""
-
     def __init__(self):
         super().__init__()
-        self.net = nn.SequentialCell(nn.Dense(3, 4), nn.BatchNorm1d(4))
+        self.net = nn.Dense(3, 4)
         self.loss = nn.CrossEntropyLoss()
 
     def construct(self, x, labels):
         return self.loss(self.net(x), labels)
 
 
-@says(
-    "is a mean over the labels that are not -100, which samples have in different numbers",
-    "In training each normalises by the mean and variance of one micro-batch",
-)
+@says("is a mean over the labels that are not -100, which samples have in different numbers")
 def _(request):
     step_of(Labelled(), check=None)(Tensor(X), Tensor(np.array([0, 1, 2, 3, -100, -100], np.int32)))
 
