@@ -84,11 +84,11 @@ exit 0
         script.touch()
         return script
 
-    def environment(self, python: str = "python") -> Path:
-        """Make a .venv that lacks pip and MindSpore, with a Python of this name, and return its folder of programs."""
+    def environment(self) -> Path:
+        """Make a .venv that lacks pip and MindSpore, and return its folder of programs."""
         folder = self.project / ".venv" / "bin"
         folder.mkdir(parents=True)
-        shutil.copy(self._tools / "python", folder / python)
+        shutil.copy(self._tools / "python", folder)
         (folder / "lacks").write_text("pip\nmindspore\n")
         return folder
 
@@ -178,17 +178,6 @@ def test_further_extras_are_installed_with_the_tests_own(recorder):
     assert recorder.calls()[1].endswith(f"--editable {recorder.project}[test,ray,torch] in .venv")
 
 
-@pytest.mark.thorough
-def test_libraries_that_cannot_be_had_take_one_line_and_the_tests_go_on(recorder):
-    recorder.lacks("nvidia.cudnn")
-    done = recorder.run("test", answers={"pip install": 1})
-    assert done.returncode == 0
-    assert done.stdout.endswith("ERROR: as asked\nthe tests that need NVIDIA's libraries are skipped\n")
-    assert recorder.calls()[-1].startswith(SHARED)
-    assert recorder.run("test").returncode == 0
-    assert recorder.calls()[0].endswith(f"--editable {recorder.project}[gpu] in .venv")
-
-
 def test_options_reach_the_launcher_and_the_rest_the_script(recorder):
     script = recorder.script()
     options = ["--nodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "9000"]
@@ -245,27 +234,25 @@ def test_help_is_shown_wherever_it_is_asked_for(recorder):
 # -- the environment ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(extra="[sample]")
-@pytest.mark.parametrize("extra", ["", "[sample]"])
-def test_an_active_environment_is_left_as_it_is(recorder, extra):
+def test_an_active_environment_is_left_as_it_is(recorder):
     """The missing packages are installed into .venv, once. A user's script needs no scikit-learn."""
-    missing = ["tqdm", "sklearn"] if extra else ["tqdm"]
+    recorder.lacks("sklearn")
+    assert recorder.run(str(recorder.script())).returncode == 0
+    assert len(recorder.calls()) == 1
     recorder.lacks("tqdm", "sklearn")
-    words = ["--epochs", "3"] if extra else [str(recorder.script())]
+    words = ["--epochs", "3"]
     done = recorder.run(*words)
     assert done.returncode == 0, done.stderr
-    said = f"installing gaccum_ms{extra} into {recorder.project}/.venv, for want of {', '.join(missing)}\n"
-    assert said in done.stderr
+    assert f"installing gaccum_ms[sample] into {recorder.project}/.venv, for want of tqdm, sklearn\n" in done.stderr
     made, installed, *launched = recorder.calls()
     assert made == f"-m venv {recorder.project}/.venv"
-    assert installed.endswith(f"--editable {recorder.project}{extra} in .venv")
+    assert installed.endswith(f"--editable {recorder.project}[sample] in .venv")
     assert launched[-1].endswith(" in .venv")
     assert "sklearn" in recorder.lacking(), "the active Python has been given nothing"
     assert recorder.run(*words).returncode == 0
     assert recorder.calls() == launched, "and then nothing is made or installed"
 
 
-@pytest.mark.thorough
 def test_the_first_run_twice_at_once_makes_one_environment(recorder):
     recorder.lacks("mindspore", "psutil")
     both = [recorder.start(str(recorder.script())) for _ in range(2)]
@@ -274,49 +261,18 @@ def test_the_first_run_twice_at_once_makes_one_environment(recorder):
     assert sorted(call.split()[1] for call in recorder.calls()[:-2]) == ["pip", "venv"]
 
 
-@pytest.mark.thorough
-def test_a_broken_python_and_one_that_is_too_new_are_passed_over(recorder):
-    recorder.lacks("mindspore")
-    for name, code in (("python3.11", 127), ("python3.12", 1)):
-        recorder.tool(name, f"#!/bin/bash\nexit {code}\n")
-    assert recorder.run(str(recorder.script())).returncode == 0
-    assert recorder.calls()[0] == f"-m venv {recorder.project}/.venv"
-
-
-@pytest.mark.core(is_active=False)
-@pytest.mark.parametrize("is_active", [False, True])
-def test_an_environment_without_pip_is_kept_and_gets_pip(recorder, is_active):
-    """As `uv venv` makes it. The user may have made it, and it may be the active one."""
+def test_an_environment_without_pip_is_kept_and_gets_pip(recorder):
+    """As `uv venv` makes it. The user may have made it."""
     recorder.lacks("mindspore")
     folder = recorder.environment()
     (folder.parent / "mine").touch()
-    env = {"PATH": f"{folder}{os.pathsep}{recorder.path}"} if is_active else {}
     script = str(recorder.script())
-    done = recorder.run(script, answers={"ensurepip": 1}, **env)
+    done = recorder.run(script, answers={"ensurepip": 1})
     assert (done.returncode, recorder.calls()) == (1, ["-m ensurepip in .venv"])
-    done = recorder.run(script, **env)
+    done = recorder.run(script)
     assert done.returncode == 0, done.stderr
     assert [call.split()[1] for call in recorder.calls()] == ["ensurepip", "pip", "gaccum_ms.launch"]
     assert (folder.parent / "mine").exists()
-
-
-@pytest.mark.thorough
-def test_an_environment_is_not_made_by_a_python_inside_it(recorder):
-    recorder.lacks("mindspore")
-    folder = recorder.environment("python3.11")  # without its `python`, it does not run
-    done = recorder.run(str(recorder.script()), PATH=f"{folder}{os.pathsep}{recorder.path}")
-    assert done.returncode == 0, done.stderr
-    assert recorder.calls()[0] == f"-m venv {recorder.project}/.venv"
-
-
-@pytest.mark.thorough
-def test_a_python_is_found_without_a_home(recorder, monkeypatch):
-    """As with `env -i` ."""
-    recorder.lacks("mindspore")
-    monkeypatch.delenv("HOME", raising=False)
-    done = recorder.run(str(recorder.script()), PYENV_ROOT="")
-    assert (done.returncode, "HOME" in done.stderr) == (0, False)
-    assert recorder.calls()[0] == f"-m venv {recorder.project}/.venv"
 
 
 def test_standard_output_is_the_launchers_alone(recorder):
@@ -327,7 +283,6 @@ def test_standard_output_is_the_launchers_alone(recorder):
     assert "installing gaccum_ms[sample]" in done.stderr
 
 
-@pytest.mark.thorough
 def test_an_environment_on_top_of_the_active_one_has_its_packages(tmp_path):
     """A real Python makes the environment; pip has no index to install from."""
     for name in ("run.sh", "setup.py"):
@@ -363,7 +318,7 @@ REST = "test rest --minutes 3[01]"  # a pattern: 31, less what the others took
 HAS_RAY = "test --version"
 
 
-@pytest.mark.parametrize("failing", [None, "lint", "test", f"{OLDEST} *", MUTATIONS, REST, HAS_RAY])
+@pytest.mark.parametrize("failing", [None, "test", HAS_RAY])
 def test_ci_runs_the_linters_and_each_test_once(tmp_path, failing):
     """The tests get the extra `ray` , or go on without it if it cannot be installed."""
     (tmp_path / ".ci").mkdir()

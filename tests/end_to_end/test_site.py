@@ -23,8 +23,6 @@ CATALOGS = DOCS / "locale" / "zh_CN" / "LC_MESSAGES"
 TRANSLATED = {page for page in PAGES if (CATALOGS / f"{page}.po").exists()}
 LANGUAGES = ("", "zh_CN/")  # the folders of the sites
 
-pytestmark = pytest.mark.thorough
-
 for module in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinx_reredirects"):
     pytest.importorskip(module, reason=f"{module} is in the extras 'docs' and 'test'", exc_type=ImportError)
 
@@ -44,21 +42,11 @@ def html(site: Path, page: str) -> str:
     return (site / f"{page}.html").read_text()
 
 
-def missing_names(text: str) -> set[str]:
-    return {name for name in gaccum_ms.__all__ if f'id="gaccum_ms.{name}"' not in text}
-
-
-def test_each_page_is_there_and_can_be_reached(site):
-    for language in LANGUAGES:
+def test_each_page_can_be_reached_and_leads_to_itself_in_the_other_language(site):
+    for language, other in (LANGUAGES, LANGUAGES[::-1]):
         index = html(site, f"{language}index")
         for page in PAGES:
-            assert (site / f"{language}{page}.html").exists()
             assert page.name == "index" or f'href="{page}.html"' in index
-
-
-def test_each_page_leads_to_itself_in_the_other_language(site):
-    for page in PAGES:
-        for language, other in (LANGUAGES, LANGUAGES[::-1]):
             (link,) = re.findall('<p class="language"><a href="([^"]*)"', html(site, f"{language}{page}"))
             assert (site / f"{language}{page}").parent.joinpath(link).resolve() == site / f"{other}{page}.html"
 
@@ -86,16 +74,16 @@ def test_pages_are_chinese_or_say_that_they_are_not(site):
 
 
 def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
-    """A changed sentence, a changed drawing, and an emptied entry. The catalogs that still fit their pages are no
-    fault."""
+    """A changed sentence, and an emptied entry. The catalogs that still fit their pages are no fault."""
     copy = tmp_path / "docs"
     shutil.copytree(DOCS, copy)
-    (copy / "api.md").unlink()  # it takes most of the time
+    for page in copy.glob("*.md"):
+        if page.name not in ("index.md", "flow.md"):
+            page.unlink()
     catalog = copy / CATALOGS.relative_to(DOCS) / "flow.po"
     tokens = catalog.with_name("howto") / "tokens.po"
     for path, old, new in (
         (copy / "flow.md", "With and without this change,", "With and without that change,"),
-        (copy / "pictures" / "ranks.svg", ">one reduction per", ">a reduction per"),
         (tokens, '"对什么计数"', '""'),
     ):
         assert path.read_text().count(old) == 1
@@ -106,23 +94,14 @@ def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
     assert faults == [
         ("flow.md", "has no translation, or a fuzzy one, of 'With and without that c"),
         ("flow.md", "still had a translation of 'With and without this c"),
-        ("howto/devices.md", "has no translation, or a fuzzy one, of 'a reduction per update:"),
-        ("howto/devices.md", "still had a translation of 'one reduction per updat"),
         ("howto/tokens.md", "has no translation, or a fuzzy one, of 'What to count'"),
     ]
     assert "-m sphinx -W " in (ROOT / "run.sh").read_text()
-    changed = catalog.read_text()
-    assert re.search(r"#, fuzzy\nmsgid \"\"\n\"With and without that change", changed) and "this change" not in changed
 
 
-def test_each_public_name_has_an_entry(site):
+def test_each_public_name_has_an_entry_with_sections_and_formulas(site):
     text = html(site, "api")
-    assert missing_names(text) == set()
-    assert missing_names(text.replace('id="gaccum_ms.audit"', "")) == {"audit"}
-
-
-def test_entries_have_their_sections_and_formulas(site):
-    text = html(site, "api")
+    assert [name for name in gaccum_ms.__all__ if f'id="gaccum_ms.{name}"' not in text] == []
     for section in ("Parameters", "Inputs", "Outputs", "Raises", "Supported Platforms", "Examples"):
         assert f"{section}" in text
     cell = re.sub(r"<[^>]+>", "", text[text.index('id="gaccum_ms.GradAccumulationCell"') :])
@@ -134,7 +113,6 @@ def test_entries_have_their_sections_and_formulas(site):
 
 
 def test_charts_are_drawn_of_the_pages_own_numbers(site):
-    """The control: a changed number in the table moves a point."""
     sys.path.insert(0, str(DOCS))
     try:
         import charts
@@ -148,9 +126,6 @@ def test_charts_are_drawn_of_the_pages_own_numbers(site):
     page = html(site, "performance")
     for programs in rows.values():
         assert charts.time_chart(programs) in page
-    changed = charts.time_rows(text.replace("| 0.98 | 1.00 | 0.87 | 1.13 |", "| 0.98 | 1.00 | 0.97 | 1.13 |"))
-    network = "CNN of eight convolutions, batch 256"
-    assert charts.time_chart(changed[network]) not in page
 
 
 def test_the_front_page_has_the_picture_and_the_ways_in(site):
@@ -181,8 +156,6 @@ def test_old_addresses_lead_to_headings(site):
     conf = ast.parse((DOCS / "conf.py").read_text())
     (redirects,) = (ast.literal_eval(node.value) for node in conf.body if ast.unparse(node).startswith("redirects:"))
     assert broken_redirects(site, redirects) == broken_redirects(site / "zh_CN", redirects) == []
-    old = next(old for old, new in redirects.items() if "#" in new)
-    assert broken_redirects(site, {old: redirects[old] + "x"}) == [old]
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
@@ -193,7 +166,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
 
 # -- in a browser: no word of code is broken in a table, and nothing is cut off, on phones too -------------------------
 
-WIDTHS = (390, 768, 1280)  # pixels: a phone, a tablet, a screen
+WIDTHS = (390, 1280)  # pixels: a phone, a screen
 
 BROKEN_WORDS = """
 const words = [];
@@ -255,26 +228,10 @@ def test_icons_stand_apart_and_a_title_has_one_line_on_a_phone_with_the_text_bel
         assert 0 <= text["top"] - title["bottom"] < 40  # of pixels
 
 
-def test_the_checks_see_what_is_broken(browser, tmp_path):
-    """The control: a narrow cell that breaks words anywhere, and a box that hides what is too wide."""
-    (tmp_path / "page.html").write_text(
-        "<table><td style='max-width: 3em; overflow-wrap: anywhere'><code><span class='pre'>WithBatchLossCell</span>"
-        "</code></td></table><div style='overflow-x: hidden'><p style='width: 2000px'>wide</p></div>"
-    )
-    set_width(browser, 390)
-    browser.get((tmp_path / "page.html").as_uri())
-    assert browser.execute_script(BROKEN_WORDS) == ["WithBatchLossCell"]
-    assert [node[:2] for node in browser.execute_script(CUT_OFF)] == ["<p"]
-
-
-@pytest.mark.parametrize("words", ["梯度累积", "梯度累加", "昇腾", "910B", "GradAccumulationCell"])
-def test_the_search_finds_chinese_words(browser, site, words):
-    assert "index.html" in searched(browser, site, words)
-
-
-def test_the_search_does_not_find_what_is_not_there(browser, site):
-    """The control: all characters are in the pages, and 累度 is not."""
-    assert searched(browser, site, "梯度累度") == []
+def test_the_search_finds_chinese_words(browser, site):
+    for words in ("梯度累积", "昇腾", "910B", "GradAccumulationCell"):
+        assert "index.html" in searched(browser, site, words)
+    assert searched(browser, site, "梯度累度") == [], "all characters are in the pages, and 累度 is not"
 
 
 def searched(browser, site: Path, words: str) -> list[str]:
