@@ -1,17 +1,13 @@
-"""The benchmarks: what a complete run measures, each way against the whole batch, the command with tiny settings."""
+"""The benchmarks: what a complete run measures, the command with tiny settings, and the kernels of one micro-batch."""
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
-import mindspore as ms
-import numpy as np
 import psutil
 import pytest
 
@@ -19,7 +15,6 @@ from benchmarks import controller, targets
 from benchmarks.__main__ import ALL
 from benchmarks.networks import NETWORKS
 from benchmarks.rows import Row
-from benchmarks.ways import WAYS, Setting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,47 +34,6 @@ def test_a_complete_run_measures_all_that_there_are_targets_for():
     assert [target.text for target in targets.targets(measured) if target.value is None] == []
     measured = [row for row in measured if row.network != "wide"]
     assert [target.text[:5] for target in targets.targets(measured) if target.value is None] == ["wide:"]
-
-
-class Trained(NamedTuple):
-    """The first weight before and after two updates, and three losses: theirs, and that after them."""
-
-    before: np.ndarray
-    after: np.ndarray
-    losses: list[float]
-    weight_bytes: int
-
-
-def two_updates(way: str, micro_size: int) -> Trained:
-    ms.set_context(mode=ms.GRAPH_MODE)
-    program = WAYS[way].build(Setting("mlp", way, micro_size, 8, "default"))
-    before = program.weight()
-    ms.set_context(mode=ms.PYNATIVE_MODE if way == "jit" else ms.GRAPH_MODE)
-    losses = [program.step() for _ in range(2)]
-    after = program.weight()
-    return Trained(before, after, [*losses, program.step()], program.weight_bytes)
-
-
-@functools.cache
-def whole_batch() -> Trained:
-    return two_updates("whole", 1)
-
-
-@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if way.packages[0] == "mindspore"])
-def test_each_way_of_mindspore_makes_the_whole_batchs_update(way):
-    """There are two updates, because the second shows remains in accumulators or counts. MindSpore's own cell never
-    trains here."""
-    if not controller.is_installed(WAYS[way]):
-        pytest.skip(f"not installed: {', '.join(WAYS[way].packages)}")
-    trained, whole = two_updates(way, 4), whole_batch()
-    np.testing.assert_array_equal(trained.before, whole.before)
-    assert trained.weight_bytes == whole.weight_bytes == 4 * (785 * 512 + 513 * 512 + 513 * 10)
-    if way == "mindspore":
-        np.testing.assert_array_equal(trained.after, whole.before)
-        return
-    change = np.abs(whole.after - whole.before).max()
-    np.testing.assert_allclose(trained.after, whole.after, rtol=0, atol=1e-4 * change)
-    np.testing.assert_allclose(trained.losses, whole.losses, rtol=1e-5)
 
 
 @pytest.mark.distributed

@@ -53,6 +53,7 @@ def test_everything_exported_exists_and_nothing_else_is_public():
     assert all(getattr(gaccum_ms, name) is not None for name in gaccum_ms.__all__)
     public = {name for name, value in vars(gaccum_ms).items() if name[0] != "_" and not inspect.ismodule(value)}
     assert public == set(gaccum_ms.__all__)
+    assert gaccum_ms.GradAccumulation is gaccum_ms.GradAccumulationCell, "a second name for MindSpore's import line"
 
 
 def numbers_apart(text: str) -> tuple[str, list[float]]:

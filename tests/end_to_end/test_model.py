@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import signal
 
 import mindspore as ms
 import mindspore.amp
@@ -53,11 +52,6 @@ def by_build_train_network(loss_cell, optimizer):
 
 def by_step(loss_cell, optimizer):
     return ms.Model(TrainOneStepWithGradAccumulationCell(GradAccumulationCell(loss_cell, 4), optimizer))
-
-
-def by_model_with_loss_scale(loss_cell, optimizer):
-    cell, manager = GradAccumulationCell(loss_cell._backbone, 4), ms.amp.DynamicLossScaleManager(2.0**10, 2, 1000)
-    return ms.Model(cell, loss_cell._loss_fn, optimizer, loss_scale_manager=manager)
 
 
 class Models(Reused):
@@ -194,16 +188,6 @@ def test_learning_rate_scheduler_changes_the_rate():
     np.testing.assert_allclose(halved["learning_rate"], 0.05 * 0.5**9, rtol=1e-3)
 
 
-def test_loss_monitor_and_dynamic_loss_scale(capsys, pynative):
-    """The step's outputs are MindSpore's (loss, overflow, scale), of which LossMonitor prints the first."""
-    losses = []
-    for make_model in (plain, by_model_with_loss_scale):
-        fit(make_model, [train.LossMonitor(1)], epochs=1)
-        losses.append(np.array([float(one) for one in re.findall(r"loss is ([\d.]+)", capsys.readouterr().out)]))
-    assert len(losses[0]) == BATCHES
-    assert relative_error(losses[1], losses[0]) < 1e-5
-
-
 # -- evaluation, prediction and export ---------------------------------------------------------------------------------
 
 
@@ -266,40 +250,6 @@ def test_fit_eval_and_predict_are_as_without_cell(make_model, pynative):
     assert len(epochs) < 20
     np.testing.assert_allclose(seen, seen_of_plain, rtol=2e-5)
     np.testing.assert_allclose(predicted.asnumpy(), predicted_of_plain.asnumpy(), rtol=1e-4, atol=1e-5)
-
-
-def interrupted(make_model, folder):
-    """A training, and another one that goes on from its backup and is asked to exit: the weights that are saved."""
-    folder.mkdir()
-    backup = train.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False)
-    exiting = train.OnRequestExit(save_mindir=False, file_name="net", directory=str(folder))
-    asking = train.LambdaCallback(on_train_epoch_begin=lambda run_context: signal.raise_signal(signal.SIGTERM))
-    for callbacks in ([backup], [backup, exiting, asking]):
-        _, model = new_model(make_model, rate=0.1)
-        model.fit(1, data_set(RAGGED), held_out(), callbacks=callbacks, dataset_sink_mode=False)
-    (saved,) = folder.rglob("net*train.ckpt")
-    return {name: as_numpy(value) for name, value in ms.load_checkpoint(str(saved)).items()}
-
-
-def test_what_callbacks_save_and_restore_is_as_without_cell(tmp_path, pynative):
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        alone, with_cell = (interrupted(make, tmp_path / make.__name__) for make in (network_alone, with_loss_function))
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    weights = [name for name in alone if name.endswith(("weight", "bias"))]
-    assert "out.weight" in weights
-    assert_close({name: with_cell[name] for name in weights}, {name: alone[name] for name in weights})
-
-
-def test_an_exported_model_is_the_network(tmp_path):
-    x = ms.Tensor(batches(BATCH, 1)[0][0])
-    for make_model in (with_loss_function, with_loss_cell):
-        network, model = new_model(make_model)
-        assert model.predict_network is network
-        ms.export(model.predict_network, x, file_name=str(tmp_path / "network"), file_format="MINDIR")
-        loaded = nn.GraphCell(ms.load(str(tmp_path / "network.mindir")))
-        np.testing.assert_array_equal(loaded(x).asnumpy(), network(x).asnumpy())
 
 
 def test_at_each_level_the_given_network_predicts(pynative):
@@ -468,20 +418,6 @@ class OwnLoss(nn.Cell):
         return self.loss(self.network(x), y)
 
 
-class OneRepresentation(nn.Cell):
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def construct(self, x, y):
-        return self.network(x)
-
-
-class SumOfSquares(nn.Cell):
-    def construct(self, representation):
-        return (representation**2).sum()
-
-
 def test_what_cannot_be_derived_is_one_error_that_names_two_ways(pynative):
     network = make_network("dense")
     loss, optimizer = nn.CrossEntropyLoss(), nn.SGD(network.trainable_params(), 0.1)
@@ -498,11 +434,6 @@ def test_what_cannot_be_derived_is_one_error_that_names_two_ways(pynative):
             ms.Model(of_batch, loss, optimizer)
     with pytest.raises(TypeError, match="'loss_fn' must be a Cell, but got 'mse'"):
         mindspore.amp.build_train_network(GradAccumulationCell(network, 4), optimizer, "mse")
-
-    one = GradAccumulationCell(WithBatchLossCell(OneRepresentation(network), SumOfSquares()), 4)
-    assert set(ms.Model(one, metrics={"loss"}).eval(data_set())) == {"loss"}
-    with pytest.raises(ValueError, match="metrics other than the loss must be of two representations"):
-        ms.Model(one, metrics={"accuracy"}).eval(data_set())
 
 
 def test_a_network_that_returns_no_loss_is_told_how(pynative):

@@ -84,14 +84,6 @@ exit 0
         script.touch()
         return script
 
-    def environment(self) -> Path:
-        """Make a .venv that lacks pip and MindSpore, and return its folder of programs."""
-        folder = self.project / ".venv" / "bin"
-        folder.mkdir(parents=True)
-        shutil.copy(self._tools / "python", folder)
-        (folder / "lacks").write_text("pip\nmindspore\n")
-        return folder
-
     def start(self, *arguments: str, **own: str) -> subprocess.Popen:
         """Start run.sh in another folder."""
         env = {**os.environ, "PATH": self.path, "PYENV_ROOT": str(self._tools)}
@@ -168,14 +160,6 @@ def test_another_mindspore_has_an_environment_of_its_own(recorder):
     assert recorder.calls() == [pytest_], "it is made once"
     done = recorder.run("test", "--mindspore")
     assert (done.returncode, done.stderr.endswith("--mindspore needs a version, such as 2.8.0\n")) == (1, True)
-
-
-def test_further_extras_are_installed_with_the_tests_own(recorder):
-    assert recorder.run("test", "-x", EXTRAS="ray,torch").returncode == 0
-    assert recorder.calls() == ["-m pytest -x"], "the active Python has them"
-    recorder.lacks("ray")
-    assert recorder.run("test", "-x", EXTRAS="ray,torch").returncode == 0
-    assert recorder.calls()[1].endswith(f"--editable {recorder.project}[test,ray,torch] in .venv")
 
 
 def test_options_reach_the_launcher_and_the_rest_the_script(recorder):
@@ -259,20 +243,6 @@ def test_the_first_run_twice_at_once_makes_one_environment(recorder):
     done = [finish(process) for process in both]
     assert [one.returncode for one in done] == [0, 0], done
     assert sorted(call.split()[1] for call in recorder.calls()[:-2]) == ["pip", "venv"]
-
-
-def test_an_environment_without_pip_is_kept_and_gets_pip(recorder):
-    """As `uv venv` makes it. The user may have made it."""
-    recorder.lacks("mindspore")
-    folder = recorder.environment()
-    (folder.parent / "mine").touch()
-    script = str(recorder.script())
-    done = recorder.run(script, answers={"ensurepip": 1})
-    assert (done.returncode, recorder.calls()) == (1, ["-m ensurepip in .venv"])
-    done = recorder.run(script)
-    assert done.returncode == 0, done.stderr
-    assert [call.split()[1] for call in recorder.calls()] == ["ensurepip", "pip", "gaccum_ms.launch"]
-    assert (folder.parent / "mine").exists()
 
 
 def test_standard_output_is_the_launchers_alone(recorder):

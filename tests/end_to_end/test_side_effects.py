@@ -127,7 +127,6 @@ def by_loop(objects):
     return weakref.ref(accumulator)
 
 
-@pytest.mark.core(mode="graph")
 def test_a_training_leaves_everything_as_it_was(mode):
     """Apart from the notes that MindSpore's own step leaves on such objects."""
     others = Objects()
@@ -157,7 +156,7 @@ def test_a_training_leaves_everything_as_it_was(mode):
         assert dict(os.environ) == environment
 
 
-def test_what_two_steps_need_goes_with_the_last_one(mode):
+def test_what_two_steps_need_goes_with_the_last_one():
     objects = Objects()
     network = nn.WithLossCell(objects.network, objects.loss)
     weight = objects.network.last.weight
@@ -172,16 +171,6 @@ def test_what_two_steps_need_goes_with_the_last_one(mode):
     del second
     gc.collect()
     assert "assign_value" not in vars(weight) and not rates & objects.optimizer.parameters_dict().keys()
-
-
-def test_a_value_that_the_user_sets_meanwhile_stays():
-    objects = Objects()
-    state = next(value for value in vars(objects.scheduler).values() if isinstance(value, ms.Parameter))
-    callback = UpdateScheduler(objects.scheduler)
-    state.name = "mine"
-    del callback
-    gc.collect()
-    assert state.name == "mine"
 
 
 def test_a_data_set_begins_where_it_did_once_a_resumed_step_is_gone(tmp_path, pynative):

@@ -35,15 +35,181 @@ TEXTS = {
 }
 X, Y = np.ones((6, 3), np.float32), np.zeros((6, 1), np.float32)
 BATCH = Tensor(X), Tensor(Y)
-PROVOKED: dict[str, Callable[[Any], Any]] = {}  # of each text, what makes it; by the request of a test
 
 
-def says(*texts: str) -> Callable:
-    def add(provoke: Callable[[Any], Any]) -> Callable:
-        PROVOKED.update(dict.fromkeys(texts, provoke))
-        return provoke
+def sgd(net):
+    return nn.SGD(net.trainable_params(), 0.1)
 
-    return add
+
+def with_loss(net):
+    return nn.WithLossCell(net, nn.MSELoss())
+
+
+def data_set(y=Y):
+    return ms.dataset.NumpySlicesDataset((X, y), shuffle=False).batch(6)
+
+
+def step_of(network, **options):
+    return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 2, **options), sgd(network)).set_train()
+
+
+class Labelled(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Dense(3, 4)
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, x, labels):
+        return self.loss(self.net(x), labels)
+
+
+def losses_that_are_sums_and_means(_):
+    accumulator = GradAccumulator(sgd(nn.Dense(3, 1)), 2)
+    for word in ("mean", "sum"):
+        accumulator.value_and_grad(nn.WithLossCell(nn.Dense(3, 1), nn.MSELoss(word)))
+
+
+def gradients_of_other_batches(_):
+    net = nn.Dense(3, 1)
+    accumulator = GradAccumulator(sgd(net), 2)
+    grad_fn = accumulator.value_and_grad(with_loss(net))
+    for rows in (4, 2):
+        _, gradients = grad_fn(Tensor(X[:rows]), Tensor(Y[:rows]))
+    accumulator(tuple(gradients))
+
+
+def ranks_that_do_not_know_of_each_other(request):
+    request.getfixturevalue("monkeypatch").setattr(ranks, "get_group_size", lambda: 2)
+    net = nn.Dense(3, 1)
+    GradAccumulator(sgd(net), 2)(tuple(ops.ones_like(weight) for weight in net.trainable_params()))
+
+
+def loss_scales(_):
+    net, manager = nn.Dense(3, 1), train.DynamicLossScaleManager()
+    ms.Model(GradAccumulationCell(net, 2), nn.MSELoss(), sgd(net), loss_scale_manager=manager)  # works
+    ms.Model(net, nn.MSELoss(), sgd(net), loss_scale_manager=manager)
+
+
+def evaluation_of_the_loss_alone(_):
+    net = with_loss(nn.Dense(3, 1))
+    ms.Model(net, eval_network=net, metrics={"accuracy"}).eval(data_set())
+
+
+def mindspores_cell(_):
+    net = with_loss(nn.Dense(3, 1))
+    ms.Model(nn.GradAccumulationCell(net, 4), optimizer=sgd(net)).train(1, data_set())
+
+
+def a_loss_that_is_nan(_):
+    net = nn.Dense(3, 1)
+    ms.Model(net, nn.MSELoss(), sgd(net)).train(1, data_set(y=Y * np.nan), callbacks=[train.LossMonitor()])
+
+
+def a_port_that_is_taken(_):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with reserved_port("127.0.0.1", taken.getsockname()[1]):
+            pass
+
+
+def a_rank_that_failed(request):
+    launched = Ranks(Cluster(processes=4, master_port=1), request.getfixturevalue("tmp_path"))
+    launched.note({"rank": 2, "code": 137})
+    launched.check()
+
+
+def of_a_program(request):
+    return request.getfixturevalue("mindspores_texts")
+
+
+PROVOKED: dict[str, Callable[[Any], Any]] = {  # of each text, what makes it; by the request of a test
+    "Allocate memory failed": lambda _: ops.ones((1 << 30, 1 << 28), ms.float32),
+    "Unable to allocate … for an array with shape": lambda _: np.ones(1 << 60, np.uint8),
+    "a micro-batch of one sample must fit, but got": lambda _: agreed_size("find_micro_batch_size", 0, None),
+    "construct() takes 2 positional arguments but 3 were given": (
+        lambda _: nn.TrainOneStepCell(nn.Dense(3, 1), sgd(nn.Dense(3, 1)))(*BATCH)
+    ),
+    "all gradients of an accumulator must be of means or all of sums": losses_that_are_sums_and_means,
+    "'count' must be given with gradients that are computed from those of batches of several sizes": (
+        gradients_of_other_batches
+    ),
+    "each trains by itself, and their weights drift apart": ranks_that_do_not_know_of_each_other,
+    "Only `loss_scale_manager=None` or": loss_scales,
+    "gradients must be dense, but got layers with sparse ones": lambda _: step_of(nn.EmbeddingLookup(4, 2)),
+    "If `metrics` is set, `eval_network` must not be None": (
+        lambda _: ms.Model(with_loss(nn.Dense(3, 1)), optimizer=sgd(nn.Dense(3, 1)), metrics={"accuracy"})
+    ),
+    "For 'Accuracy.update', it needs 2 inputs (predicted value, true value), but got 1": evaluation_of_the_loss_alone,
+    "WithLossCell.construct() missing 1 required positional argument: 'label'": (
+        lambda _: ms.Model(with_loss(nn.Dense(3, 1))).predict(Tensor(X))
+    ),
+    "For micro batch initialization, the 0th dimension shape of input … must be divided by micro size": mindspores_cell,
+    "axis 0 of all inputs must have the same length, because all are split at the same boundaries": (
+        lambda _: step_of(with_loss(nn.Dense(3, 1)))(Tensor(X), Tensor(Y[:4]))
+    ),
+    "loss is NAN or INF, training process cannot continue": a_loss_that_is_nan,
+    "is a mean over the labels that are not -100, which samples have in different numbers": (
+        lambda _: step_of(Labelled(), check=None)(Tensor(X), Tensor(np.array([0, 1, 2, 3, -100, -100], np.int32)))
+    ),
+    "port … of 127.0.0.1 is taken. Name another --master-port": a_port_that_is_taken,
+    "'msrun' is not installed": lambda _: Cluster().command(Path("logs"), {"PATH": "nowhere"}),
+    "rank … failed with exit code": a_rank_that_failed,
+    "Memory isn't enough and alloc failed, kernel name": of_a_program,
+    "can not compile temporary source code in terminal": of_a_program,
+    "The … has been compiled again": of_a_program,
+    "Maybe you are trying to call 'mindspore.communication.init()' without using 'mpirun'": of_a_program,
+    "Invalid communication backend: CPU for semi_auto_parallel/auto_parallel mode": of_a_program,
+    "Unsupported device target Ascend. This process only supports one of the": of_a_program,
+}
+
+MINDSPORES = """
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.communication import init
+
+ms.set_context(mode=ms.GRAPH_MODE)
+
+
+class Large(nn.Cell):
+    def construct(self, x):
+        return ops.broadcast_to(x, (1 << 30, 1 << 28)) + 1
+
+
+def add_one(x):
+    return x + 1
+
+
+def semi_auto():
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+    Large()(Tensor([1.0]))
+
+
+exec("class Typed(nn.Cell):\\n    def construct(self, x):\\n        return x")
+for _ in range(2):
+    ms.jit(add_one)(Tensor([1.0]))
+for action in (
+    lambda: Large()(Tensor([1.0])),
+    lambda: Typed()(Tensor([1.0])),
+    init,
+    lambda: ms.set_device("Ascend"),
+    semi_auto,
+):
+    try:
+        action()
+    except Exception as error:
+        print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def mindspores_texts(programs, tmp_path_factory):
+    """Texts of MindSpore whose causes would disturb other tests: from a process of its own."""
+    folder = tmp_path_factory.mktemp("program")
+    script = folder / "program.py"
+    script.write_text(MINDSPORES)
+    done = programs.run(script, folder=folder, MS_DEV_HOST_BLOCKING_RUN="1")
+    return done.stdout + done.stderr
 
 
 def message_of(provoke: Callable[[Any], Any], request) -> str:
@@ -85,6 +251,12 @@ def test_each_text_is_provoked_or_ours_or_names_its_source():
     assert [text for text in ours if not any(holds(string, text) for string in strings)] == []
 
 
+@pytest.mark.parametrize("text", PROVOKED)
+def test_what_is_provoked_says_the_text(text, request, pynative):
+    message = message_of(PROVOKED[text], request)
+    assert holds(message, text), message
+
+
 def test_mindspores_own_cell_trains_nothing_and_reports_the_sum(mode):
     """The entries without a text."""
     net = nn.Dense(3, 1, weight_init="ones", bias_init="zeros")
@@ -92,218 +264,3 @@ def test_mindspores_own_cell_trains_nothing_and_reports_the_sum(mode):
     step = ms.Model(cell, optimizer=sgd(net)).train_network.set_train()
     assert float(step(*BATCH)) == 27  # 9 for each micro-batch
     assert (net.weight.asnumpy() == 1).all()
-
-
-# -- what provokes them ------------------------------------------------------------------------------------------------
-
-
-def sgd(net):
-    return nn.SGD(net.trainable_params(), 0.1)
-
-
-def with_loss(net):
-    return nn.WithLossCell(net, nn.MSELoss())
-
-
-def data_set(y=Y):
-    return ms.dataset.NumpySlicesDataset((X, y), shuffle=False).batch(6)
-
-
-def step_of(network, **options):
-    return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 2, **options), sgd(network)).set_train()
-
-
-@says("Allocate memory failed")
-def _(request):
-    ops.ones((1 << 30, 1 << 28), ms.float32)
-
-
-@says("Unable to allocate … for an array with shape")
-def _(request):
-    np.ones(1 << 60, np.uint8)
-
-
-@says("construct() takes 2 positional arguments but 3 were given")
-def _(request):
-    net = nn.Dense(3, 1)
-    nn.TrainOneStepCell(net, sgd(net))(*BATCH)
-
-
-@says("a micro-batch of one sample must fit, but got")
-def _(request):
-    agreed_size("find_micro_batch_size", 0, None)
-
-
-@says("all gradients of an accumulator must be of means or all of sums")
-def _(request):
-    accumulator = GradAccumulator(sgd(nn.Dense(3, 1)), 2)
-    for word in ("mean", "sum"):
-        accumulator.value_and_grad(nn.WithLossCell(nn.Dense(3, 1), nn.MSELoss(word)))
-
-
-@says("'count' must be given with gradients that are computed from those of batches of several sizes")
-def _(request):
-    net = nn.Dense(3, 1)
-    accumulator = GradAccumulator(sgd(net), 2)
-    grad_fn = accumulator.value_and_grad(with_loss(net))
-    for rows in (4, 2):
-        _, gradients = grad_fn(Tensor(X[:rows]), Tensor(Y[:rows]))
-    accumulator(tuple(gradients))
-
-
-@says("each trains by itself, and their weights drift apart")
-def _(request):
-    request.getfixturevalue("monkeypatch").setattr(ranks, "get_group_size", lambda: 2)
-    net = nn.Dense(3, 1)
-    GradAccumulator(sgd(net), 2)(tuple(ops.ones_like(weight) for weight in net.trainable_params()))
-
-
-@says("Only `loss_scale_manager=None` or")
-def _(request):
-    net = nn.Dense(3, 1)
-    manager = train.DynamicLossScaleManager()
-    ms.Model(GradAccumulationCell(net, 2), nn.MSELoss(), sgd(net), loss_scale_manager=manager)  # works
-    ms.Model(net, nn.MSELoss(), sgd(net), loss_scale_manager=manager)
-
-
-@says("gradients must be dense, but got layers with sparse ones")
-def _(request):
-    step_of(nn.EmbeddingLookup(4, 2))
-
-
-@says("If `metrics` is set, `eval_network` must not be None")
-def _(request):
-    net = nn.Dense(3, 1)
-    ms.Model(with_loss(net), optimizer=sgd(net), metrics={"accuracy"})
-
-
-@says("For 'Accuracy.update', it needs 2 inputs (predicted value, true value), but got 1")
-def _(request):
-    net = with_loss(nn.Dense(3, 1))
-    ms.Model(net, eval_network=net, metrics={"accuracy"}).eval(data_set())
-
-
-@says("WithLossCell.construct() missing 1 required positional argument: 'label'")
-def _(request):
-    ms.Model(with_loss(nn.Dense(3, 1))).predict(Tensor(X))
-
-
-@says("For micro batch initialization, the 0th dimension shape of input … must be divided by micro size")
-def _(request):
-    net = with_loss(nn.Dense(3, 1))
-    ms.Model(nn.GradAccumulationCell(net, 4), optimizer=sgd(net)).train(1, data_set())
-
-
-@says("axis 0 of all inputs must have the same length, because all are split at the same boundaries")
-def _(request):
-    step_of(with_loss(nn.Dense(3, 1)))(Tensor(X), Tensor(Y[:4]))
-
-
-@says("loss is NAN or INF, training process cannot continue")
-def _(request):
-    net = nn.Dense(3, 1)
-    ms.Model(net, nn.MSELoss(), sgd(net)).train(1, data_set(y=Y * np.nan), callbacks=[train.LossMonitor()])
-
-
-class Labelled(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Dense(3, 4)
-        self.loss = nn.CrossEntropyLoss()
-
-    def construct(self, x, labels):
-        return self.loss(self.net(x), labels)
-
-
-@says("is a mean over the labels that are not -100, which samples have in different numbers")
-def _(request):
-    step_of(Labelled(), check=None)(Tensor(X), Tensor(np.array([0, 1, 2, 3, -100, -100], np.int32)))
-
-
-@says("port … of 127.0.0.1 is taken. Name another --master-port")
-def _(request):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with reserved_port("127.0.0.1", taken.getsockname()[1]):
-            pass
-
-
-@says("'msrun' is not installed")
-def _(request):
-    folder = request.getfixturevalue("tmp_path")
-    Cluster().command(folder, {"PATH": str(folder)})
-
-
-@says("rank … failed with exit code")
-def _(request):
-    launched = Ranks(Cluster(processes=4, master_port=1), request.getfixturevalue("tmp_path"))
-    launched.note({"rank": 2, "code": 137})
-    launched.check()
-
-
-MINDSPORES = """
-import mindspore as ms
-from mindspore import Tensor, nn, ops
-from mindspore.communication import init
-
-ms.set_context(mode=ms.GRAPH_MODE)
-
-
-class Large(nn.Cell):
-    def construct(self, x):
-        return ops.broadcast_to(x, (1 << 30, 1 << 28)) + 1
-
-
-def add_one(x):
-    return x + 1
-
-
-def semi_auto():
-    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
-    Large()(Tensor([1.0]))
-
-
-exec("class Typed(nn.Cell):\\n    def construct(self, x):\\n        return x")
-for _ in range(2):
-    ms.jit(add_one)(Tensor([1.0]))
-for action in (
-    lambda: Large()(Tensor([1.0])),
-    lambda: Typed()(Tensor([1.0])),
-    init,
-    lambda: ms.set_device("Ascend"),
-    semi_auto,
-):
-    try:
-        action()
-    except Exception as error:
-        print(error)
-"""
-
-
-@says(
-    "Memory isn't enough and alloc failed, kernel name",
-    "can not compile temporary source code in terminal",
-    "The … has been compiled again",
-    "Maybe you are trying to call 'mindspore.communication.init()' without using 'mpirun'",
-    "Invalid communication backend: CPU for semi_auto_parallel/auto_parallel mode",
-    "Unsupported device target Ascend. This process only supports one of the",
-)
-def _(request):
-    return request.getfixturevalue("mindspores_texts")
-
-
-@pytest.fixture(scope="module")
-def mindspores_texts(programs, tmp_path_factory):
-    """Texts of MindSpore whose causes would disturb other tests: from a process of its own."""
-    folder = tmp_path_factory.mktemp("program")
-    script = folder / "program.py"
-    script.write_text(MINDSPORES)
-    done = programs.run(script, folder=folder, MS_DEV_HOST_BLOCKING_RUN="1")
-    return done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("text", PROVOKED)
-def test_what_is_provoked_says_the_text(text, request, pynative):
-    message = message_of(PROVOKED[text], request)
-    assert holds(message, text), message
