@@ -1,4 +1,4 @@
-"""The benchmarks: what a complete run measures, the command with tiny settings, and the kernels of one micro-batch."""
+"""The benchmarks' command with tiny settings, and the kernels of one micro-batch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import controller, targets
-from benchmarks.__main__ import ALL
-from benchmarks.networks import NETWORKS
-from benchmarks.rows import Row
-
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_a_complete_run_measures_all_that_there_are_targets_for():
-    measured: list[Row] = []
-    for part in ALL:
-        for network in part.networks:
-            batch = NETWORKS[network].batch
-            for group in controller.groups(network, part.ways, part.micro_sizes, part.processes, batch):
-                name = str(len(measured))
-                measured += [
-                    Row(network, setting.way, setting.micro_size, setting.processes, name) for setting in group
-                ]
-    for row in measured:
-        row.turns, row.peak, row.base_peak, row.weight_bytes, row.first_call = [[1.0]], 2, 1, 1, 1.0
-    assert [target.text for target in targets.targets(measured) if target.value is None] == []
-    measured = [row for row in measured if row.network != "wide"]
-    assert [target.text[:5] for target in targets.targets(measured) if target.value is None] == ["wide:"]
 
 
 @pytest.mark.distributed

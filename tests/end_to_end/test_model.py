@@ -25,7 +25,6 @@ from gaccum_ms import (
 from gaccum_ms.training.evaluation import parts_of
 from tests.support.modes import MODES, eagerly
 from tests.support.reference import OPTIMIZERS, Outer, as_numpy, batches, make_network, relative_error
-from tests.support.reuse import Reused
 from tests.support.state import assert_close
 
 BATCH, BATCHES, EPOCHS = 8, 3, 3
@@ -54,31 +53,12 @@ def by_step(loss_cell, optimizer):
     return ms.Model(TrainOneStepWithGradAccumulationCell(GradAccumulationCell(loss_cell, 4), optimizer))
 
 
-class Models(Reused):
-    """Models whose graphs are compiled once; each call returns a model in its initial state."""
-
-    def __init__(self):
-        super().__init__(self.make_step)
-        self.models = {}
-
-    def make_step(self, make_model):
-        network = make_network("dense")
-        optimizer = OPTIMIZERS["momentum"](network.trainable_params())
-        model = make_model(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer)
-        self.models[model.train_network] = model
-        return model.train_network
-
-    def __call__(self, make_model):
-        return self.models[super().__call__(make_model)]
-
-
-models = Models()
-
-
 def fit(make_model, callbacks=(), epochs=EPOCHS, last=BATCH):
     """Train, and return the weights and the optimizer's state. Without the cell nothing is compiled."""
+    network = make_network("dense")
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
     with eagerly() if make_model is plain else contextlib.nullcontext():
-        model = models(make_model)
+        model = make_model(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer)
         model.train(epochs, data_set(last), callbacks=list(callbacks))
     step = model.train_network
     return {p.name: as_numpy(p) for p in [*step.network.get_parameters(), *step.optimizer.get_parameters()]}
@@ -180,14 +160,6 @@ def test_mindspores_callbacks_see_the_same(tmp_path, capsys):
     assert_close(weights[by_model], weights[plain])
 
 
-def test_learning_rate_scheduler_changes_the_rate():
-    halved, whole = (
-        fit(make, [train.LearningRateScheduler(lambda rate, step: rate * 0.5)]) for make in (by_model, plain)
-    )
-    assert_close(halved, whole)
-    np.testing.assert_allclose(halved["learning_rate"], 0.05 * 0.5**9, rtol=1e-3)
-
-
 # -- evaluation, prediction and export ---------------------------------------------------------------------------------
 
 
@@ -216,40 +188,6 @@ def new_model(make_model, kind="dense", rate=0.5, **options):
 def held_out():
     x, y = batches(BATCH * BATCHES, 1)[0]
     return NumpySlicesDataset((x, (y + 1) % 5), ["x", "y"], shuffle=False).batch(BATCH)
-
-
-def fitted(make_model):
-    """Everything that a user sees of a model: epochs, metrics in and after training, rates, a prediction."""
-    _, model = new_model(make_model)
-    history = train.History()
-    stopping = train.EarlyStopping(monitor="eval_loss", patience=2)
-    reducing = train.ReduceLROnPlateau(monitor="eval_loss", factor=0.5, patience=1)
-    callbacks = [history, stopping, reducing]
-    model.fit(20, data_set(RAGGED), held_out(), valid_frequency=2, callbacks=callbacks, dataset_sink_mode=False)
-    seen = [np.ravel(history.history[name]) for name in ("net_output", "loss", "accuracy")]
-    seen += [
-        list(model.eval(held_out(), dataset_sink_mode=False).values()),
-        as_numpy(model.train_network.optimizer.learning_rate),
-    ]
-    predicted = model.predict(ms.Tensor(batches(BATCH, 1)[0][0]))
-    return [stopping.stopped_epoch, *history.epoch["epoch"]], np.hstack([np.ravel(one) for one in seen]), predicted
-
-
-@functools.cache
-@eagerly()
-def fitted_alone():
-    return fitted(network_alone)
-
-
-@pytest.mark.parametrize("make_model", [with_loss_function, with_loss_cell])
-def test_fit_eval_and_predict_are_as_without_cell(make_model, pynative):
-    """Training makes the held-out loss worse here, so that EarlyStopping and ReduceLROnPlateau must act."""
-    epochs, seen, predicted = fitted(make_model)
-    epochs_of_plain, seen_of_plain, predicted_of_plain = fitted_alone()
-    assert epochs == epochs_of_plain
-    assert len(epochs) < 20
-    np.testing.assert_allclose(seen, seen_of_plain, rtol=2e-5)
-    np.testing.assert_allclose(predicted.asnumpy(), predicted_of_plain.asnumpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_at_each_level_the_given_network_predicts(pynative):

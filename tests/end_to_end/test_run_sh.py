@@ -237,49 +237,12 @@ def test_an_active_environment_is_left_as_it_is(recorder):
     assert recorder.calls() == launched, "and then nothing is made or installed"
 
 
-def test_the_first_run_twice_at_once_makes_one_environment(recorder):
-    recorder.lacks("mindspore", "psutil")
-    both = [recorder.start(str(recorder.script())) for _ in range(2)]
-    done = [finish(process) for process in both]
-    assert [one.returncode for one in done] == [0, 0], done
-    assert sorted(call.split()[1] for call in recorder.calls()[:-2]) == ["pip", "venv"]
-
-
 def test_standard_output_is_the_launchers_alone(recorder):
     """A dry run's script can be piped, although packages are installed."""
     recorder.lacks("tqdm")
     done = recorder.run("--dry-run", "slurm")
     assert (done.returncode, done.stdout) == (0, "")
     assert "installing gaccum_ms[sample]" in done.stderr
-
-
-def test_an_environment_on_top_of_the_active_one_has_its_packages(tmp_path):
-    """A real Python makes the environment; pip has no index to install from."""
-    for name in ("run.sh", "setup.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("gaccum_ms", "sample_code"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    active = tmp_path / "active"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", active], check=True, timeout=60)
-    packages = next(active.glob("lib/python3*/site-packages"))
-    for name in ("mindspore", "psutil"):
-        (packages / f"{name}.py").touch()
-    (packages / "more.pth").write_text(f"{tmp_path}/more\n")  # as an editable install does
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "mine.py").touch()
-    before = sorted(active.rglob("*"))
-    script = tmp_path / "script.py"
-    script.touch()
-    env = {**os.environ, "PATH": f"{active}/bin{os.pathsep}{os.environ['PATH']}", "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
-    done = subprocess.run(
-        ["bash", "run.sh", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert f"installing gaccum_ms into {tmp_path}/.venv, for want of tqdm\n" in done.stderr
-    assert done.returncode != 0, "there was nothing that pip could install tqdm from"
-    code = "import mindspore, mine; print(mindspore.__file__)"
-    python = [tmp_path / ".venv" / "bin" / "python", "-c", code]
-    assert subprocess.run(python, capture_output=True, text=True).stdout == f"{packages}/mindspore.py\n"
-    assert sorted(path for path in active.rglob("*") if "__pycache__" not in path.parts) == before
 
 
 OLDEST = "test --mindspore 2.7.2 parallel -n 2 --dist loadgroup -m not thorough"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 import types
 import weakref
 
 import mindspore as ms
 import numpy as np
-import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 
@@ -24,8 +22,6 @@ from gaccum_ms import (
     WindowMonitor,
     resume,
 )
-from gaccum_ms.backend.eager_means import mean_of_elements
-from tests.support.reference import as_numpy
 
 X, Y = np.ones((12, 3), np.float32), np.zeros((12, 1), np.float32)
 HERE = sys.modules[__name__]
@@ -195,25 +191,3 @@ def test_a_data_set_begins_where_it_did_once_a_resumed_step_is_gone(tmp_path, py
     gc.collect()
     assert vars(objects.data_set) == before
     assert len(list(objects.data_set.create_tuple_iterator(num_epochs=1))) == 3
-
-
-def test_other_threads_see_mindspores_own_mean(pynative):
-    """Also where two are within it, and the first to enter leaves first."""
-    original = ops.BCEWithLogitsLoss.__call__
-    ones = Tensor(np.ones(2, np.float32))
-    calls, entered, left = [], threading.Event(), threading.Event()
-
-    def other():
-        with mean_of_elements():
-            entered.set()
-            left.wait(60)
-
-    with mean_of_elements():
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert entered.wait(60)
-    calls.append(as_numpy(ops.BCEWithLogitsLoss()(ones, ones, ones, ones)))
-    left.set()
-    thread.join(60)
-    assert ops.BCEWithLogitsLoss.__call__ is original
-    assert calls[0] == pytest.approx(np.log1p(np.exp(-1)), rel=1e-6)

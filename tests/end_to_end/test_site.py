@@ -112,22 +112,6 @@ def test_each_public_name_has_an_entry_with_sections_and_formulas(site):
     assert re.search(r'href="#gaccum_ms.FlushAccumulation"', text), "no link from one entry to another"
 
 
-def test_charts_are_drawn_of_the_pages_own_numbers(site):
-    sys.path.insert(0, str(DOCS))
-    try:
-        import charts
-    finally:
-        sys.path.remove(str(DOCS))
-    text = (DOCS / "performance.md").read_text()
-    rows = charts.time_rows(text)
-    assert len(rows) == 4
-    assert rows["CNN of eight convolutions, batch 256"]["gaccum_ms"] == [0.98, 1.00, 0.87, 1.13]
-    assert {len(programs) for programs in rows.values()} == {5}
-    page = html(site, "performance")
-    for programs in rows.values():
-        assert charts.time_chart(programs) in page
-
-
 def test_the_front_page_has_the_picture_and_the_ways_in(site):
     index = html(site, "index")
     assert re.search('<img alt="Left: the losses[^>]*front.svg"', index)
@@ -213,19 +197,6 @@ def test_no_word_of_code_is_broken_and_nothing_is_cut_off(browser, site, width):
         cut_off |= {page: nodes} if (nodes := browser.execute_script(CUT_OFF)) else {}
     assert broken == {}
     assert cut_off == {}
-
-
-def test_icons_stand_apart_and_a_title_has_one_line_on_a_phone_with_the_text_below_it(browser, site):
-    set_width(browser, 390)
-    for language in LANGUAGES:
-        browser.get((site / f"{language}index.html").as_uri())
-        boxes = "return [...arguments].map(name => document.querySelector(name).getBoundingClientRect().toJSON())"
-        theme, contents, title, text = browser.execute_script(
-            boxes, ".mobile-header .theme-toggle", ".toc-header-icon .icon", "h1", "h1 + p"
-        )
-        assert contents["left"] - theme["right"] >= 8
-        assert title["height"] < 60  # two lines have 80
-        assert 0 <= text["top"] - title["bottom"] < 40  # of pixels
 
 
 def test_the_search_finds_chinese_words(browser, site):
