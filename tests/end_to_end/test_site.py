@@ -78,7 +78,7 @@ def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
     copy = tmp_path / "docs"
     shutil.copytree(DOCS, copy)
     for page in copy.glob("*.md"):
-        if page.name not in ("index.md", "flow.md"):
+        if page.name not in ("index.md", "flow.md", "performance.md"):
             page.unlink()
     catalog = copy / CATALOGS.relative_to(DOCS) / "flow.po"
     tokens = catalog.with_name("howto") / "tokens.po"
