@@ -74,16 +74,16 @@ def test_pages_are_chinese_or_say_that_they_are_not(site):
 
 
 def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
-    """A changed sentence, and an emptied entry. The catalogs that still fit their pages are no fault."""
+    """A changed sentence, a changed drawing, and an emptied entry. The catalogs that still fit their pages are no
+    fault."""
     copy = tmp_path / "docs"
     shutil.copytree(DOCS, copy)
-    for page in copy.glob("*.md"):
-        if page.name not in ("index.md", "flow.md", "performance.md"):
-            page.unlink()
+    (copy / "api.md").unlink()  # it takes most of the time
     catalog = copy / CATALOGS.relative_to(DOCS) / "flow.po"
     tokens = catalog.with_name("howto") / "tokens.po"
     for path, old, new in (
         (copy / "flow.md", "With and without this change,", "With and without that change,"),
+        (copy / "pictures" / "ranks.svg", ">one reduction per", ">a reduction per"),
         (tokens, '"对什么计数"', '""'),
     ):
         assert path.read_text().count(old) == 1
@@ -94,9 +94,13 @@ def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
     assert faults == [
         ("flow.md", "has no translation, or a fuzzy one, of 'With and without that c"),
         ("flow.md", "still had a translation of 'With and without this c"),
+        ("howto/devices.md", "has no translation, or a fuzzy one, of 'a reduction per update:"),
+        ("howto/devices.md", "still had a translation of 'one reduction per updat"),
         ("howto/tokens.md", "has no translation, or a fuzzy one, of 'What to count'"),
     ]
     assert "-m sphinx -W " in (ROOT / "run.sh").read_text()
+    changed = catalog.read_text()
+    assert re.search(r"#, fuzzy\nmsgid \"\"\n\"With and without that change", changed) and "this change" not in changed
 
 
 def test_each_public_name_has_an_entry_with_sections_and_formulas(site):
@@ -110,19 +114,6 @@ def test_each_public_name_has_an_entry_with_sections_and_formulas(site):
     assert r"\_" not in text
     assert ":math:" not in text
     assert re.search(r'href="#gaccum_ms.FlushAccumulation"', text), "no link from one entry to another"
-
-
-def test_the_front_page_has_the_picture_and_the_ways_in(site):
-    index = html(site, "index")
-    assert re.search('<img alt="Left: the losses[^>]*front.svg"', index)
-    cards = re.findall(r'<a class="reference internal" href="([^"]*).html"><[^>]*><strong>', index)
-    ways = ["memory", "devices", "tokens", "mindspore", "hand_written", "pytorch", "trainers"]
-    assert cards == ["flow", *(f"howto/{way}" for way in ways)]
-    words = " ".join(re.sub("<[^>]*>", "", index).split())
-    assert "pip install ." in words and "Nothing has run on Ascend, so not on a 910B, and little on a GPU" in words
-    assert re.findall(r'class="caption-text">([^<]*)<', index) == ["Begin", "Coming from", "In depth", "Reference"]
-    for page in ("how_it_works", "windows", "howto/tokens", "howto/devices"):
-        assert 'class="drawing"' in html(site, page), page
 
 
 def broken_redirects(site: Path, redirects: dict[str, str]) -> list[str]:
@@ -148,25 +139,10 @@ def test_nothing_is_loaded_from_elsewhere(site):
             assert "://" not in tag, (page, tag)
 
 
-# -- in a browser: no word of code is broken in a table, and nothing is cut off, on phones too -------------------------
+# -- in a browser: nothing is cut off, on phones too -------------------------------------------------------------------
 
 WIDTHS = (390, 1280)  # pixels: a phone, a screen
 
-BROKEN_WORDS = """
-const words = [];
-for (const code of document.querySelectorAll("table code .pre")) {
-  for (const text of [...code.childNodes].filter(node => node.nodeType === Node.TEXT_NODE)) {
-    for (const match of text.data.matchAll(/\\S+/g)) {
-      const range = document.createRange();
-      range.setStart(text, match.index);
-      range.setEnd(text, match.index + match[0].length);
-      const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
-      if (lines.size > 1) words.push(match[0]);
-    }
-  }
-}
-return words;
-"""
 CUT_OFF = """
 const wide = [];
 const clips = node => ["hidden", "clip"].includes(getComputedStyle(node).overflowX);
@@ -187,15 +163,13 @@ return wide;
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_word_of_code_is_broken_and_nothing_is_cut_off(browser, site, width):
+def test_nothing_is_cut_off(browser, site, width):
     set_width(browser, width)
-    broken, cut_off = {}, {}
+    cut_off = {}
     for page in [*map(str, PAGES), *(f"zh_CN/{page}" for page in TRANSLATED), "genindex", "zh_CN/genindex"]:
         browser.get((site / f"{page}.html").as_uri())
         assert browser.execute_script("return innerWidth") == width
-        broken |= {page: words} if (words := browser.execute_script(BROKEN_WORDS)) else {}
         cut_off |= {page: nodes} if (nodes := browser.execute_script(CUT_OFF)) else {}
-    assert broken == {}
     assert cut_off == {}
 
 
@@ -209,7 +183,7 @@ def searched(browser, site: Path, words: str) -> list[str]:
     """The pages that the search of the Chinese site finds."""
     browser.get(f"{(site / 'zh_CN' / 'search.html').as_uri()}?q={words}")
     summary = "return document.querySelector('#search-results p.search-summary')?.innerText ?? ''"
-    for _ in range(600):
+    for _ in range(3000):
         if re.search("搜索完成|没有匹配", browser.execute_script(summary)):
             break
         time.sleep(0.1)
