@@ -113,6 +113,11 @@ def a_port_that_is_taken(_):
             pass
 
 
+def no_msrun(request):
+    folder = request.getfixturevalue("tmp_path")
+    Cluster().command(folder, {"PATH": str(folder)})
+
+
 def a_rank_that_failed(request):
     launched = Ranks(Cluster(processes=4, master_port=1), request.getfixturevalue("tmp_path"))
     launched.note({"rank": 2, "code": 137})
@@ -153,7 +158,7 @@ PROVOKED: dict[str, Callable[[Any], Any]] = {  # of each text, what makes it; by
         lambda _: step_of(Labelled(), check=None)(Tensor(X), Tensor(np.array([0, 1, 2, 3, -100, -100], np.int32)))
     ),
     "port … of 127.0.0.1 is taken. Name another --master-port": a_port_that_is_taken,
-    "'msrun' is not installed": lambda _: Cluster().command(Path("logs"), {"PATH": "nowhere"}),
+    "'msrun' is not installed": no_msrun,
     "rank … failed with exit code": a_rank_that_failed,
     "Memory isn't enough and alloc failed, kernel name": of_a_program,
     "can not compile temporary source code in terminal": of_a_program,
