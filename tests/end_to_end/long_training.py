@@ -43,7 +43,7 @@ from gaccum_ms import (
 )
 from tests.support import environment, paths
 
-BATCH, EPOCH, STEPS = 8, 250, 4  # samples of a batch, batches of an epoch and of a window
+BATCH, EPOCH, STEPS = 8, 250, 4  # samples of a batch; batches of an epoch, unless it is short, and of a window
 WARM_UP = 400  # batches of a process before its memory is compared
 EACH = 20  # batches between two looks at the memory
 TIME_LIMIT = 12 * 3600  # seconds, for a process
@@ -77,10 +77,10 @@ class Classifier(nn.Cell):
         return self.loss(logits, y), logits, y
 
 
-def make_data_set() -> Any:
+def make_data_set(epoch: int) -> Any:
     ms.dataset.config.set_seed(5)
     generator = np.random.default_rng(5)
-    x = generator.normal(size=(EPOCH * BATCH, 6)).astype(np.float32)
+    x = generator.normal(size=(epoch * BATCH, 6)).astype(np.float32)
     y = (x @ generator.normal(size=(6, 3))).argmax(axis=1).astype(np.int32)
     return ms.dataset.NumpySlicesDataset((x, y), shuffle=True).batch(BATCH)
 
@@ -112,7 +112,7 @@ class Kill(Callback):
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-def train(folder: Path, batches: int, updates: int, kill_at: int) -> None:
+def train(folder: Path, batches: int, updates: int, kill_at: int, epoch: int) -> None:
     """One process: go on from the newest checkpoint to the end, or to the batch at which it is killed."""
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_seed(5)
@@ -127,7 +127,7 @@ def train(folder: Path, batches: int, updates: int, kill_at: int) -> None:
         record_noise=True,
         transforms=(WeightAverage(0.99),),
     )
-    model, data_set = ms.Model(cell, optimizer=optimizer), make_data_set()
+    model, data_set = ms.Model(cell, optimizer=optimizer), make_data_set(epoch)
     schedule = UpdateScheduler(optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9999))
     config = CheckpointConfig(save_checkpoint_steps=1, keep_checkpoint_max=3)
     accuracy = {"accuracy": lambda logits, y: (logits.argmax(axis=1) == y).mean()}
@@ -145,7 +145,7 @@ def train(folder: Path, batches: int, updates: int, kill_at: int) -> None:
             Kill(kill_at),
         ]
         finished = resume(model, folder / "saved", data_set)
-        model.train(batches // EPOCH, data_set, callbacks=callbacks, initial_epoch=finished)
+        model.train(batches // epoch, data_set, callbacks=callbacks, initial_epoch=finished)
     parameters = {parameter.name: parameter.asnumpy() for parameter in model.train_network.get_parameters()}
     np.savez(folder / "end.npz", **parameters)
 
@@ -158,13 +158,14 @@ class Trained(NamedTuple):
     growth: list[float]  # bytes a batch, of each process that was there for long enough
 
 
-def run(folder: Path, batches: int, updates: int, kills: Sequence[int] = ()) -> Trained:
+def run(folder: Path, batches: int, updates: int, kills: Sequence[int] = (), epoch: int = EPOCH) -> Trained:
     """Train in one process after the other. `updates` : between two checkpoints. `kills` : the batches in which
-    processes are killed."""
+    processes are killed. `epoch` : the batches of one."""
     folder.mkdir()
     variables = {**os.environ, "PYTHONPATH": paths.python_path()}
     for kill_at in (*sorted(kills), -1):
-        arguments = [str(folder), "--batches", str(batches), "--updates", str(updates), "--kill-at", str(kill_at)]
+        numbers = {"batches": batches, "updates": updates, "kill-at": kill_at, "epoch": epoch}
+        arguments = [str(folder), *(f"--{name}={number}" for name, number in numbers.items())]
         with (folder / "output").open("w") as output:
             code = subprocess.run(
                 [sys.executable, __file__, *arguments],
@@ -193,9 +194,12 @@ def random_kills(seed: int, number: int, batches: int) -> list[int]:
     return sorted(random.Random(seed).sample(range(1, batches - 1), number))
 
 
-def compare(folder: Path, batches: int, kills: Sequence[int], updates: int) -> tuple[Trained, Trained]:
+def compare(
+    folder: Path, batches: int, kills: Sequence[int], updates: int, epoch: int = EPOCH
+) -> tuple[Trained, Trained]:
     """The same training without interruption and with."""
-    return run(folder / "unbroken", batches, updates), run(folder / "killed", batches, updates, kills)
+    unbroken = run(folder / "unbroken", batches, updates, epoch=epoch)
+    return unbroken, run(folder / "killed", batches, updates, kills, epoch)
 
 
 def differences(unbroken: Trained, killed: Trained) -> list[str]:
@@ -208,7 +212,8 @@ def differences(unbroken: Trained, killed: Trained) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", help="by default a temporary one")
-    parser.add_argument("--batches", type=int, default=20_000, help=f"a multiple of {EPOCH}, the batches of an epoch")
+    parser.add_argument("--batches", type=int, default=20_000, help="a multiple of an epoch's")
+    parser.add_argument("--epoch", type=int, default=EPOCH, help="batches of an epoch")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the batches at which processes are killed")
     parser.add_argument("--updates", type=int, default=125, help="between two checkpoints")
@@ -216,11 +221,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.kill_at is not None:
         environment.of_tests()
-        train(options.folder, options.batches, options.updates, options.kill_at)
+        train(options.folder, options.batches, options.updates, options.kill_at, options.epoch)
         return 0
     kills = random_kills(options.seed, options.kills, options.batches)
     with tempfile.TemporaryDirectory(prefix="long_training") as temporary:
-        unbroken, killed = compare(options.folder or Path(temporary), options.batches, kills, options.updates)
+        folder = options.folder or Path(temporary)
+        unbroken, killed = compare(folder, options.batches, kills, options.updates, options.epoch)
     different, slopes = differences(unbroken, killed), [*unbroken.growth, *killed.growth]
     print(f"killed in batches {kills}: {f'other values of {different}' if different else 'all values are identical'}")
     print(f"bytes that each batch left, in each process: {', '.join(f'{slope:.0f}' for slope in slopes)}")

@@ -23,8 +23,6 @@ CATALOGS = DOCS / "locale" / "zh_CN" / "LC_MESSAGES"
 TRANSLATED = {page for page in PAGES if (CATALOGS / f"{page}.po").exists()}
 LANGUAGES = ("", "zh_CN/")  # the folders of the sites
 
-pytestmark = pytest.mark.thorough
-
 for module in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinx_reredirects"):
     pytest.importorskip(module, reason=f"{module} is in the extras 'docs' and 'test'", exc_type=ImportError)
 
@@ -44,21 +42,11 @@ def html(site: Path, page: str) -> str:
     return (site / f"{page}.html").read_text()
 
 
-def missing_names(text: str) -> set[str]:
-    return {name for name in gaccum_ms.__all__ if f'id="gaccum_ms.{name}"' not in text}
-
-
-def test_each_page_is_there_and_can_be_reached(site):
-    for language in LANGUAGES:
+def test_each_page_can_be_reached_and_leads_to_itself_in_the_other_language(site):
+    for language, other in (LANGUAGES, LANGUAGES[::-1]):
         index = html(site, f"{language}index")
         for page in PAGES:
-            assert (site / f"{language}{page}.html").exists()
             assert page.name == "index" or f'href="{page}.html"' in index
-
-
-def test_each_page_leads_to_itself_in_the_other_language(site):
-    for page in PAGES:
-        for language, other in (LANGUAGES, LANGUAGES[::-1]):
             (link,) = re.findall('<p class="language"><a href="([^"]*)"', html(site, f"{language}{page}"))
             assert (site / f"{language}{page}").parent.joinpath(link).resolve() == site / f"{other}{page}.html"
 
@@ -115,14 +103,9 @@ def test_a_catalog_that_does_not_fit_its_page_ends_the_build(tmp_path):
     assert re.search(r"#, fuzzy\nmsgid \"\"\n\"With and without that change", changed) and "this change" not in changed
 
 
-def test_each_public_name_has_an_entry(site):
+def test_each_public_name_has_an_entry_with_sections_and_formulas(site):
     text = html(site, "api")
-    assert missing_names(text) == set()
-    assert missing_names(text.replace('id="gaccum_ms.audit"', "")) == {"audit"}
-
-
-def test_entries_have_their_sections_and_formulas(site):
-    text = html(site, "api")
+    assert [name for name in gaccum_ms.__all__ if f'id="gaccum_ms.{name}"' not in text] == []
     for section in ("Parameters", "Inputs", "Outputs", "Raises", "Supported Platforms", "Examples"):
         assert f"{section}" in text
     cell = re.sub(r"<[^>]+>", "", text[text.index('id="gaccum_ms.GradAccumulationCell"') :])
@@ -131,39 +114,6 @@ def test_entries_have_their_sections_and_formulas(site):
     assert r"\_" not in text
     assert ":math:" not in text
     assert re.search(r'href="#gaccum_ms.FlushAccumulation"', text), "no link from one entry to another"
-
-
-def test_charts_are_drawn_of_the_pages_own_numbers(site):
-    """The control: a changed number in the table moves a point."""
-    sys.path.insert(0, str(DOCS))
-    try:
-        import charts
-    finally:
-        sys.path.remove(str(DOCS))
-    text = (DOCS / "performance.md").read_text()
-    rows = charts.time_rows(text)
-    assert len(rows) == 4
-    assert rows["CNN of eight convolutions, batch 256"]["gaccum_ms"] == [0.98, 1.00, 0.87, 1.13]
-    assert {len(programs) for programs in rows.values()} == {5}
-    page = html(site, "performance")
-    for programs in rows.values():
-        assert charts.time_chart(programs) in page
-    changed = charts.time_rows(text.replace("| 0.98 | 1.00 | 0.87 | 1.13 |", "| 0.98 | 1.00 | 0.97 | 1.13 |"))
-    network = "CNN of eight convolutions, batch 256"
-    assert charts.time_chart(changed[network]) not in page
-
-
-def test_the_front_page_has_the_picture_and_the_ways_in(site):
-    index = html(site, "index")
-    assert re.search('<img alt="Left: the losses[^>]*front.svg"', index)
-    cards = re.findall(r'<a class="reference internal" href="([^"]*).html"><[^>]*><strong>', index)
-    ways = ["memory", "devices", "tokens", "mindspore", "hand_written", "pytorch", "trainers"]
-    assert cards == ["flow", *(f"howto/{way}" for way in ways)]
-    words = " ".join(re.sub("<[^>]*>", "", index).split())
-    assert "pip install ." in words and "Nothing has run on Ascend, so not on a 910B, and little on a GPU" in words
-    assert re.findall(r'class="caption-text">([^<]*)<', index) == ["Begin", "Coming from", "In depth", "Reference"]
-    for page in ("how_it_works", "windows", "howto/tokens", "howto/devices"):
-        assert 'class="drawing"' in html(site, page), page
 
 
 def broken_redirects(site: Path, redirects: dict[str, str]) -> list[str]:
@@ -181,8 +131,6 @@ def test_old_addresses_lead_to_headings(site):
     conf = ast.parse((DOCS / "conf.py").read_text())
     (redirects,) = (ast.literal_eval(node.value) for node in conf.body if ast.unparse(node).startswith("redirects:"))
     assert broken_redirects(site, redirects) == broken_redirects(site / "zh_CN", redirects) == []
-    old = next(old for old, new in redirects.items() if "#" in new)
-    assert broken_redirects(site, {old: redirects[old] + "x"}) == [old]
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
@@ -191,25 +139,10 @@ def test_nothing_is_loaded_from_elsewhere(site):
             assert "://" not in tag, (page, tag)
 
 
-# -- in a browser: no word of code is broken in a table, and nothing is cut off, on phones too -------------------------
+# -- in a browser: nothing is cut off, on phones too -------------------------------------------------------------------
 
-WIDTHS = (390, 768, 1280)  # pixels: a phone, a tablet, a screen
+WIDTHS = (390, 1280)  # pixels: a phone, a screen
 
-BROKEN_WORDS = """
-const words = [];
-for (const code of document.querySelectorAll("table code .pre")) {
-  for (const text of [...code.childNodes].filter(node => node.nodeType === Node.TEXT_NODE)) {
-    for (const match of text.data.matchAll(/\\S+/g)) {
-      const range = document.createRange();
-      range.setStart(text, match.index);
-      range.setEnd(text, match.index + match[0].length);
-      const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
-      if (lines.size > 1) words.push(match[0]);
-    }
-  }
-}
-return words;
-"""
 CUT_OFF = """
 const wide = [];
 const clips = node => ["hidden", "clip"].includes(getComputedStyle(node).overflowX);
@@ -230,58 +163,27 @@ return wide;
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_word_of_code_is_broken_and_nothing_is_cut_off(browser, site, width):
+def test_nothing_is_cut_off(browser, site, width):
     set_width(browser, width)
-    broken, cut_off = {}, {}
+    cut_off = {}
     for page in [*map(str, PAGES), *(f"zh_CN/{page}" for page in TRANSLATED), "genindex", "zh_CN/genindex"]:
         browser.get((site / f"{page}.html").as_uri())
         assert browser.execute_script("return innerWidth") == width
-        broken |= {page: words} if (words := browser.execute_script(BROKEN_WORDS)) else {}
         cut_off |= {page: nodes} if (nodes := browser.execute_script(CUT_OFF)) else {}
-    assert broken == {}
     assert cut_off == {}
 
 
-def test_icons_stand_apart_and_a_title_has_one_line_on_a_phone_with_the_text_below_it(browser, site):
-    set_width(browser, 390)
-    for language in LANGUAGES:
-        browser.get((site / f"{language}index.html").as_uri())
-        boxes = "return [...arguments].map(name => document.querySelector(name).getBoundingClientRect().toJSON())"
-        theme, contents, title, text = browser.execute_script(
-            boxes, ".mobile-header .theme-toggle", ".toc-header-icon .icon", "h1", "h1 + p"
-        )
-        assert contents["left"] - theme["right"] >= 8
-        assert title["height"] < 60  # two lines have 80
-        assert 0 <= text["top"] - title["bottom"] < 40  # of pixels
-
-
-def test_the_checks_see_what_is_broken(browser, tmp_path):
-    """The control: a narrow cell that breaks words anywhere, and a box that hides what is too wide."""
-    (tmp_path / "page.html").write_text(
-        "<table><td style='max-width: 3em; overflow-wrap: anywhere'><code><span class='pre'>WithBatchLossCell</span>"
-        "</code></td></table><div style='overflow-x: hidden'><p style='width: 2000px'>wide</p></div>"
-    )
-    set_width(browser, 390)
-    browser.get((tmp_path / "page.html").as_uri())
-    assert browser.execute_script(BROKEN_WORDS) == ["WithBatchLossCell"]
-    assert [node[:2] for node in browser.execute_script(CUT_OFF)] == ["<p"]
-
-
-@pytest.mark.parametrize("words", ["梯度累积", "梯度累加", "昇腾", "910B", "GradAccumulationCell"])
-def test_the_search_finds_chinese_words(browser, site, words):
-    assert "index.html" in searched(browser, site, words)
-
-
-def test_the_search_does_not_find_what_is_not_there(browser, site):
-    """The control: all characters are in the pages, and 累度 is not."""
-    assert searched(browser, site, "梯度累度") == []
+def test_the_search_finds_chinese_words(browser, site):
+    for words in ("梯度累积", "昇腾", "910B", "GradAccumulationCell"):
+        assert "index.html" in searched(browser, site, words)
+    assert searched(browser, site, "梯度累度") == [], "all characters are in the pages, and 累度 is not"
 
 
 def searched(browser, site: Path, words: str) -> list[str]:
     """The pages that the search of the Chinese site finds."""
     browser.get(f"{(site / 'zh_CN' / 'search.html').as_uri()}?q={words}")
     summary = "return document.querySelector('#search-results p.search-summary')?.innerText ?? ''"
-    for _ in range(600):
+    for _ in range(3000):
         if re.search("搜索完成|没有匹配", browser.execute_script(summary)):
             break
         time.sleep(0.1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TIME_LIMIT = 600  # seconds
+TIME_LIMIT = 1200  # seconds
 
 
 class Programs:
