@@ -17,12 +17,8 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_rank
 
-from gaccum_ms import (
-    Accumulators,
-    CountMask,
-    TrainOneStepWithGradAccumulationCell,
-)
-from tests.ranks.distributed_worker import NotedAllReduce
+from gaccum_ms import CountMask, TrainOneStepWithGradAccumulationCell
+from tests.ranks.cases import NotedAllReduce, named, set_up
 from tests.support.reference import as_numpy, make_step, vector
 from tests.support.two_ranks import Results
 
@@ -98,7 +94,7 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
     losses: tuple[str, ...] = ("tokens",)
     gradients_mean: bool = False
-    mode: str = "graph"
+    mode: str = "pynative"
     scaled: bool = False
 
     @property
@@ -150,15 +146,13 @@ def poisoned(seed: int, where: list[tuple[int, int]], value: float) -> tuple[Bat
 ALL = [(rank, micro) for rank in range(2) for micro in range(MICRO_SIZE)]
 
 
-def counted_windows() -> tuple[Window, ...]:
+def counted_windows(of_nothing: str) -> tuple[Window, ...]:
     """Counts of zero, in some micro-batches up to all, and invalid counts. The last window shows any remains."""
     return (
-        Window("first", plain(0)),
-        Window("second", plain(1)),
         Window("a micro-batch of each rank counts 0", masked(2, [(0, 0), (1, 2)])),
         Window("rank 0 counts 0", masked(3, ALL[:3])),
         Window("rank 1 counts 0", masked(4, ALL[3:])),
-        Window("all count 0", masked(5, ALL), "skip"),
+        Window("all count 0", masked(5, ALL), of_nothing),
         Window("after nothing", plain(6)),
         Window("negative on rank 1", masked(7, [(1, 1)], -1.0), "error"),
         Window("NaN on rank 0", masked(8, [(0, 2)], np.nan), "error"),
@@ -185,57 +179,29 @@ def dropped_windows(places: list[tuple[int, int]]) -> tuple[Window, ...]:
     return (*overflow_windows(places, "update"), everything, rank, both, Window("last", plain(63)))
 
 
-def two_loss_windows() -> tuple[Window, ...]:
-    """If no token counts, the loss over samples still updates. The most telling windows come first."""
-    windows = [w._replace(expect="update") if w.expect == "skip" else w for w in counted_windows()]
-    return (*windows[2:], *SOUND)
-
-
-def detector_windows() -> tuple[Window, ...]:
-    """A window without any item updates, too."""
-    return tuple(window._replace(expect="update") for window in COUNT_ZERO)
-
-
-BOTH = {"count": (CountMask(), None), "loss_weights": (1.0, 0.5)}
 MASK = {"count": CountMask()}
+BOTH = {"count": (CountMask(), None), "loss_weights": (1.0, 0.5)}
 DROP = {"overflow": "drop_micro_batch"}
 RATIO = {"reduction": "ratio"}
-OUTPUTS = {"aux": True}
 TWO = ("tokens", "samples")
 FEW = [(0, 1), (1, 2)]
 SOUND = (Window("first", plain(0)), Window("second", plain(1)))
-DETECTOR = {"min_count": 4.0}  # more than no positives, less than those of a window
-BAD_COUNTS = counted_windows()[5:]  # and counts of zero on all ranks
-COUNT_ZERO = counted_windows()[3:6]  # one rank, the other, and both
-FEW_DROPPED = dropped_windows([])[:4]
+SKIPS, UPDATES = counted_windows("skip"), counted_windows("update")
 
 SCENARIOS: dict[str, Scenario] = {
-    "count": Scenario(COUNT_ZERO, MASK, mode="pynative"),
-    "count, mean over ranks": Scenario(COUNT_ZERO, MASK, gradients_mean=True, mode="pynative"),
-    "count, compensated bfloat16": Scenario(
-        SOUND, {**MASK, "accumulators": Accumulators(ms.bfloat16, compensated=True)}, mode="pynative"
+    "count": Scenario(SKIPS, MASK, gradients_mean=True),
+    "sum": Scenario(SOUND, {"reduction": "sum"}),
+    # More than no positives, less than those of a window. A window without any item updates, too.
+    "detector, ratio": Scenario(UPDATES[:5], {**RATIO, "min_count": 4.0}, ("all tokens",), scaled=True),
+    # If no token counts, the loss over samples still updates.
+    "two losses": Scenario(UPDATES, BOTH, TWO),
+    "ratio, clipped, with outputs": Scenario(
+        overflow_windows(FEW), {**RATIO, "max_grad_norm": 0.1, "aux": True}, scaled=True
     ),
-    "sum": Scenario(SOUND, {"reduction": "sum"}, mode="pynative"),
-    "sum with count": Scenario(
-        detector_windows(), {**MASK, **DETECTOR, "reduction": "sum"}, ("all tokens",), mode="pynative"
-    ),
-    "detector, ratio": Scenario(
-        detector_windows(), {**RATIO, **DETECTOR}, ("all tokens",), scaled=True, mode="pynative"
-    ),
-    "two losses": Scenario(two_loss_windows(), BOTH, TWO),
-    "two losses, scaled": Scenario(overflow_windows(FEW[1:]), BOTH, TWO, scaled=True, mode="pynative"),
-    "ratio": Scenario(COUNT_ZERO + BAD_COUNTS, RATIO, mode="pynative"),
-    "ratio, clipped": Scenario(overflow_windows(FEW), {**RATIO, "max_grad_norm": 0.1}, scaled=True, mode="pynative"),
-    "ratio, in graph mode": Scenario(SOUND + COUNT_ZERO + BAD_COUNTS, RATIO),
-    "outputs, ratio": Scenario(SOUND + COUNT_ZERO, {**RATIO, **OUTPUTS}, scaled=True, mode="pynative"),
-    "drop window": Scenario(overflow_windows(ALL) + counted_windows()[2:], MASK, scaled=True),
-    "drop micro-batch": Scenario(dropped_windows(FEW) + BAD_COUNTS, {**MASK, **DROP}, scaled=True),
+    "drop micro-batch": Scenario(dropped_windows(FEW) + SKIPS[3:], {**MASK, **DROP}, mode="graph", scaled=True),
     "drop micro-batch of samples, mean over ranks": Scenario(
-        FEW_DROPPED, DROP, ("samples",), gradients_mean=True, scaled=True, mode="pynative"
+        dropped_windows([])[:4], DROP, ("samples",), gradients_mean=True, scaled=True
     ),
-    # Controls: steps that are wrong on purpose.
-    "control: mean of means": Scenario(SOUND, {}, mode="pynative"),
-    "control: no scale": Scenario(overflow_windows([(1, 1)])[:2], MASK, mode="pynative"),
 }
 
 
@@ -249,8 +215,7 @@ def step_of(scenario: Scenario) -> TrainOneStepWithGradAccumulationCell:
 
 def play(scenario: Scenario, rank: int) -> Iterator[dict[str, Any]]:
     """The visible results of each window."""
-    ms.set_context(mode=ms.GRAPH_MODE if scenario.mode == "graph" else ms.PYNATIVE_MODE)
-    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=scenario.gradients_mean)
+    set_up(scenario.mode, scenario.gradients_mean)
     step = step_of(scenario)
     for window in scenario.windows:
         row: dict[str, Any] = {"loss": np.nan, "error": False}
@@ -289,15 +254,18 @@ def look(step: TrainOneStepWithGradAccumulationCell, scenario: Scenario) -> dict
     return values
 
 
-def reductions(scenario: Scenario, rank: int) -> np.ndarray:
+def all_reductions(out: Path) -> Results:
     """The size of each buffer that is sent to the other rank."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    step = step_of(scenario)
-    reducers = [NotedAllReduce(one) for one in (step.window.ledger.sum_over_ranks.reducer, step.grad_reducer)]
-    for window in scenario.windows:
-        step(*map(Tensor, window.ranks[rank]))
-    assert not reducers[1].sizes
-    return np.array(reducers[0].sizes)
+    set_up(gradients_mean=False)
+    results = {}
+    for name, scenario in (("one loss", Scenario(SOUND, MASK)), ("two losses", Scenario(SOUND, BOTH, TWO))):
+        step = step_of(scenario)
+        reducers = [NotedAllReduce(one) for one in (step.window.ledger.sum_over_ranks.reducer, step.grad_reducer)]
+        for window in scenario.windows:
+            step(*map(Tensor, window.ranks[get_rank()]))
+        assert not reducers[1].sizes
+        results[name] = reducers[0].sizes
+    return named("reductions", results)
 
 
 # -- all cases ---------------------------------------------------------------------------------------------------------
@@ -313,12 +281,6 @@ def played(name: str) -> Callable[[Path], Results]:
         return results
 
     return case
-
-
-def all_reductions(out: Path) -> Results:
-    ms.set_auto_parallel_context(gradients_mean=False)
-    scenarios = {"one loss": Scenario(SOUND, MASK), "two losses": Scenario(SOUND, BOTH, TWO)}
-    return {f"reductions/{name}": reductions(scenario, get_rank()) for name, scenario in scenarios.items()}
 
 
 CASES: dict[str, Callable[[Path], Results]] = {
