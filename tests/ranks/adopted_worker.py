@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank
 
-from gaccum_ms.adopt import mindcv, mindocr, mindone, mindyolo
+from gaccum_ms.adopt import mindcv, mindyolo
+from tests.ranks.cases import named, set_up
 from tests.support.adopted import BatchTimesLoss, K, Predictor, few_batches
-from tests.support.modes import MODES
 from tests.support.reference import Regression, as_numpy, vector
 from tests.support.two_ranks import Results
 
@@ -42,21 +41,14 @@ def step_of_mindyolo() -> nn.Cell:
     )
 
 
-def with_loss(train_step: Callable, **options) -> Callable[[], nn.Cell]:
-    def make() -> nn.Cell:
-        network = Regression()
-        return train_step(network, momentum(network), gradient_accumulation_steps=K, **options)
-
-    return make
+def step_of_mindcv() -> nn.Cell:
+    network = Regression()
+    options = {"gradient_accumulation_steps": K, "clip_grad": True, "clip_value": MAX_NORM}
+    return mindcv.train_step(network, momentum(network), **options)
 
 
-MAKERS: dict[str, Callable[[], nn.Cell]] = {
-    "mindcv": with_loss(mindcv.train_step, clip_grad=True, clip_value=MAX_NORM),
-    "mindocr": with_loss(mindocr.train_step, clip_grad=True, clip_norm=MAX_NORM),
-    "mindone": with_loss(mindone.train_step, clip_grad=True, clip_norm=MAX_NORM),
-    "mindone's transformers": with_loss(mindone.transformers_train_step, clip_grad="norm", clip_value=MAX_NORM),
-    "mindyolo": step_of_mindyolo,
-}
+# The adapters of the other packages build their steps as mindcv's.
+STEPS: dict[str, Callable[[], nn.Cell]] = {"mindcv": step_of_mindcv, "mindyolo": step_of_mindyolo}
 
 
 def data(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -65,20 +57,17 @@ def data(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(x, y if number < K else y * 1e-3) for number, (x, y) in enumerate(batches)]
 
 
-def train(name: str, mode: str) -> Results:
-    ms.set_context(mode=MODES[mode])
-    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-    step = MAKERS[name]().set_train()
-    rows = []
-    for number, batch in enumerate(data(get_rank()), start=1):
-        step(*map(Tensor, batch))
-        if number % K == 0:
-            rows.append(vector(step.weights))
-    return {f"{name}, {mode}/weights": np.stack(rows), f"{name}, {mode}/updates": as_numpy(step.update_count)}
+def train(name: str) -> Callable[[Path], Results]:
+    def case(out: Path) -> Results:
+        set_up()
+        step, rows = STEPS[name]().set_train(), []
+        for number, batch in enumerate(data(get_rank()), start=1):
+            step(*map(Tensor, batch))
+            if number % K == 0:
+                rows.append(vector(step.weights))
+        return named(name, {"weights": rows, "updates": as_numpy(step.update_count)})
+
+    return case
 
 
-def _case(name: str, mode: str) -> Callable[[Path], Results]:
-    return lambda out: train(name, mode)
-
-
-CASES = {f"{name}, {mode}": _case(name, mode) for name in MAKERS for mode in MODES}
+CASES = {name: train(name) for name in STEPS}

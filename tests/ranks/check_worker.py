@@ -12,11 +12,9 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_rank
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from tests.support.reference import Regression, as_numpy, batches, vector
+from tests.ranks.cases import named, set_up
+from tests.support.reference import Regression, as_numpy, batches, make_step, vector
 from tests.support.two_ranks import Results
-
-CHECKS = {"with": "first_batch", "without": None}
 
 
 def texts_of(step, *batch) -> tuple[np.ndarray, int]:
@@ -25,11 +23,6 @@ def texts_of(step, *batch) -> tuple[np.ndarray, int]:
         warnings.simplefilter("always")
         loss = as_numpy(step(*map(Tensor, batch)))
     return loss, len(caught)
-
-
-def step_of(network, **options):
-    cell = GradAccumulationCell(network, 3, **options)
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.05)).set_train()
 
 
 class Noisy(nn.Cell):
@@ -46,16 +39,13 @@ class Noisy(nn.Cell):
 
 def trained(out: Path) -> Results:
     results = {}
-    for name, check in CHECKS.items():
-        ms.set_context(mode=ms.GRAPH_MODE)
-        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    for name, check in (("with", "first_batch"), ("without", None)):
         ms.set_seed(3)
-        step, texts = step_of(Noisy(), check=check), 0
+        step, texts = make_step(Noisy(), micro_size=3, check=check), 0
         for batch in batches(9, 2, seed=20 + get_rank()):
             loss, said = texts_of(step, *batch)
             texts += said
-        results |= {f"trained/{name}/weights": vector(step.weights), f"trained/{name}/loss": loss}
-        results |= {f"trained/{name}/texts": np.array(texts)}
+        results |= named(f"trained/{name}", {"weights": vector(step.weights), "loss": loss, "texts": texts})
     return results
 
 
@@ -81,12 +71,11 @@ def collective(kind: type[nn.Cell]) -> Callable[[Path], Results]:
     """Rank 1 leaves the proof out: it would wait for ever if rank 0 reached the collective."""
 
     def case(out: Path) -> Results:
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-        step = step_of(kind(), check=None if get_rank() else "first_batch")
-        loss, texts = texts_of(step, *batches(9, 1)[0])
+        set_up()
+        step = make_step(kind(), micro_size=3, check=None if get_rank() else "first_batch")
+        _, texts = texts_of(step, *batches(9, 1)[0])
         skipped = "skipped: the loss has a collective" in str(step.run_record)
-        return {f"{kind.__name__}/loss": loss, f"{kind.__name__}/told": np.array([texts, skipped])}
+        return named(kind.__name__, {"told": [texts, skipped]})
 
     return case
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mindspore import nn
 
-from tests.ranks.adopted_worker import CASES, MAX_NORM, MAX_NORM_OF_SUM, SAMPLES, data, momentum
+from tests.ranks.adopted_worker import MAX_NORM, MAX_NORM_OF_SUM, SAMPLES, STEPS, data, momentum
 from tests.support.adopted import BatchTimesLoss, K, Predictor, joined
 from tests.support.by_hand import ByHand, global_norm, norm_of, train_whole
 from tests.support.reference import Regression, relative_error
@@ -47,11 +47,10 @@ def whole(network, max_norm):
     return rows
 
 
-@pytest.mark.core("mindcv, graph", "mindyolo, pynative")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STEPS)
 def test_two_ranks_train_as_one_process(ranks, name):
-    is_sum = name.startswith("mindyolo")
-    rows = whole(WholeBatchOfMindyolo(), MAX_NORM_OF_SUM) if is_sum else whole(Regression(), MAX_NORM)
+    network, norm = (WholeBatchOfMindyolo, MAX_NORM_OF_SUM) if name == "mindyolo" else (Regression, MAX_NORM)
+    rows = whole(network(), norm)
     both = [case(one, name) for one in ranks]
     for one in both:
         assert one["updates"] == 2

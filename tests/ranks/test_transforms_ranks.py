@@ -48,7 +48,7 @@ def whole():
         for at in range(0, WINDOWS * STEPS, STEPS)
     ]
     network = Regression()
-    optimizer = ByHand(momentum(network, False), [by_hand.spikes(norm=NORM), by_hand.global_norm(MAX_NORM)])
+    optimizer = ByHand(momentum(network.trainable_params()), [by_hand.spikes(norm=NORM), by_hand.global_norm(MAX_NORM)])
     average = by_hand.Average(optimizer.weights(), DECAY)
     optimizer.after.append(average)
     rows = train_whole(network, optimizer, windows)

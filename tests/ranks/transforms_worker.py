@@ -3,26 +3,18 @@ rank."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank
 
-from gaccum_ms import (
-    ClipByGlobalNorm,
-    GradAccumulationCell,
-    GradAccumulator,
-    ShardedOptimizer,
-    SkipSpikes,
-    TrainOneStepWithGradAccumulationCell,
-    WeightAverage,
-    resume,
-)
+from gaccum_ms import ClipByGlobalNorm, GradAccumulator, ShardedOptimizer, SkipSpikes, WeightAverage, resume
+from tests.ranks.cases import named, set_up
 from tests.support import reference
-from tests.support.modes import MODES
 from tests.support.reference import Regression, as_numpy, batches, vector
 from tests.support.two_ranks import Results
 
@@ -41,35 +33,31 @@ def data(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return result
 
 
-def momentum(network: nn.Cell, sharded: bool) -> nn.Optimizer:
-    make = functools.partial(ShardedOptimizer, nn.Momentum) if sharded else nn.Momentum
-    return make(network.trainable_params(), RATE, 0.9)
+def momentum(weights: Any) -> nn.Optimizer:
+    return nn.Momentum(weights, RATE, 0.9)
 
 
-def set_up(mode: str) -> None:
-    ms.set_context(mode=MODES[mode])
-    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+def chain() -> tuple:
+    """A judge, a clip and an average."""
+    return SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), WeightAverage(DECAY)
 
 
-def make_step(sharded: bool = False) -> TrainOneStepWithGradAccumulationCell:
-    """A step whose transforms are a judge, a clip and an average."""
-    network = Regression()
-    chain = SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), WeightAverage(DECAY)
-    options = {"micro_size": 2, "accumulation_steps": STEPS, "transforms": chain}
-    return reference.make_step(network, lambda weights: momentum(network, sharded), **options)
+def make_step(optimizer: Callable = momentum) -> Any:
+    return reference.make_step(Regression(), optimizer, micro_size=2, accumulation_steps=STEPS, transforms=chain())
 
 
-def left(step: TrainOneStepWithGradAccumulationCell) -> Results:
+def left(step: Any) -> Results:
     """The state of the weights and of the transforms after training."""
-    average = step.update.links[-1]
+    average, weights = step.update.links[-1], step.optimizer.parameters
     with step.averaged_weights():
-        swapped = vector(step.weights)
+        swapped = vector(weights)
     return {
-        "weights": vector(step.weights),
+        "weights": vector(weights),
         "averages": vector(average.averages),
         "swapped": swapped,
         "averaged": as_numpy(average.averaged_updates),
         "skipped": as_numpy(step.skipped_updates),
+        "norm": as_numpy(step.judged_norm),
         "updates": as_numpy(step.update_count),
     }
 
@@ -79,46 +67,54 @@ def file_of(out: Path, who: int | str) -> str:
     return str(out / f"transforms-{who}.ckpt")
 
 
+def play(name: str, step: Any, call: Callable, save: Callable = lambda: None) -> Results:
+    """The weights and the number of updates after each window, and the rest at the end."""
+    rows, updates = [], []
+    for number, batch in enumerate(data(get_rank()), start=1):
+        call(*map(Tensor, batch))
+        if number == SAVED:
+            save()
+        if number % STEPS == 0:
+            rows.append(vector(step.optimizer.parameters))
+            updates.append(int(step.update_count.asnumpy()))
+    return named(name, left(step) | {"weights": rows, "updates": updates})
+
+
+def train(out: Path) -> Results:
+    """Windows of two batches, compiled, with a sharded optimizer."""
+    step = make_step(lambda weights: ShardedOptimizer(nn.Momentum, weights, RATE, 0.9))
+
+    def save() -> None:
+        with step.optimizer.whole_state():
+            ms.save_checkpoint(step, file_of(out, get_rank()))
+
+    return play("step", step, step, save)
+
+
+def accumulate(out: Path) -> Results:
+    """The same transforms in a hand-written loop."""
+    set_up()
+    network = Regression()
+    optimizer = momentum(network.trainable_params())
+    accumulator = GradAccumulator(optimizer, STEPS, transforms=chain(), jit=False)
+    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
+    return play("accumulator", accumulator, lambda *batch: accumulator(grad_fn(*batch)[1]))
+
+
 def go_on(out: Path) -> Results:
     """Two ranks finish the training that one process has begun."""
-    set_up("pynative")
+    set_up()
     step = make_step()
     resume(step, file_of(out, "alone"))
     for batch in data(get_rank())[SAVED:]:
         step(*map(Tensor, batch))
-    return {f"from one process/{key}": value for key, value in left(step).items()}
-
-
-def train(out: Path) -> Results:
-    """Windows of two batches, with a sharded optimizer."""
-    set_up("graph")
-    step = make_step(sharded=True)
-    average = step.update.links[-1]
-    rows, updates = [], []
-    for number, batch in enumerate(data(get_rank()), start=1):
-        step(*map(Tensor, batch))
-        if number == SAVED:
-            with step.optimizer.whole_state():
-                ms.save_checkpoint(step, file_of(out, get_rank()))
-        if number % STEPS == 0:
-            rows.append(vector(step.weights))
-            updates.append(int(step.update_count.asnumpy()))
-    with step.averaged_weights():
-        swapped = vector(step.weights)
-    return {
-        "step/weights": np.stack(rows),
-        "step/updates": np.array(updates),
-        "step/skipped": as_numpy(step.skipped_updates),
-        "step/norm": as_numpy(step.judged_norm),
-        "step/averages": vector(average.averages),
-        "step/swapped": swapped,
-    }
+    return named("from one process", left(step))
 
 
 def disagree(out: Path) -> Results:
     """The ranks' norms are on both sides of a limit, as rounding may make them. With a ShardedOptimizer, one rank that
     updates alone would wait for the other for ever."""
-    set_up("pynative")
+    set_up()
     size = 1.0 if get_rank() == 0 else 2.0
 
     def by_rank(gradients):
@@ -128,35 +124,10 @@ def disagree(out: Path) -> Results:
     for name, factor in (("below", 1.4), ("above", 1.6)):  # times rank 0's norm; the mean of both is 1.5 times it
         network = Regression()
         limit = float(factor * np.sqrt(network.hidden.size))
-        cell = GradAccumulationCell(network, 2, transforms=(by_rank, SkipSpikes(norm=limit)))
-        step = TrainOneStepWithGradAccumulationCell(cell, momentum(network, False)).set_train()
+        step = reference.make_step(network, momentum, micro_size=2, transforms=(by_rank, SkipSpikes(norm=limit)))
         step(*map(Tensor, data(get_rank())[0]))
-        results[f"disagree/{name}"] = as_numpy(step.update_count)
-    return results
+        results[name] = as_numpy(step.update_count)
+    return named("disagree", results)
 
 
-def accumulate(out: Path) -> Results:
-    """The same transforms in a hand-written loop."""
-    set_up("pynative")
-    network, average = Regression(), WeightAverage(DECAY)
-    optimizer = momentum(network, False)
-    transforms = (SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), average)
-    accumulator = GradAccumulator(optimizer, 2, transforms=transforms, jit=False)
-    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
-    rows, updates = [], []
-    for number, batch in enumerate(data(get_rank()), start=1):
-        accumulator(grad_fn(*map(Tensor, batch))[1])
-        if number % 2 == 0:
-            rows.append(vector(network.trainable_params()))
-            updates.append(int(accumulator.update_count.asnumpy()))
-    return {
-        "accumulator/weights": np.stack(rows),
-        "accumulator/updates": np.array(updates),
-        "accumulator/skipped": as_numpy(accumulator.skipped_updates),
-        "accumulator/norm": as_numpy(accumulator.judged_norm),
-        "accumulator/averages": vector(average.averages),
-        "accumulator/swapped": vector(average.averages),
-    }
-
-
-CASES = {"step": train, "disagree": disagree, "from one process": go_on, "accumulator": accumulate}
+CASES = {"step": train, "accumulator": accumulate, "from one process": go_on, "disagree": disagree}
