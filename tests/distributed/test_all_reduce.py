@@ -125,6 +125,6 @@ def test_what_is_not_finite_spreads_to_its_own_gradient_on_all_ranks_and_to_no_o
 
 @pytest.mark.distributed
 def test_a_compiled_update_runs_one_collective_for_each_buffer(ranks):
-    """An update of four batches has two buffers: a large gradient, and the other with the window's sums."""
+    """Of four micro-batches. A large gradient and a small one are two buffers."""
     for results in ranks:
         assert results["collectives"] == 2

@@ -13,7 +13,7 @@ from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms import Accumulators, ClipByValue, GradAccumulationCell, GradAccumulator
 from gaccum_ms.distributed.ranks import broadcast_parameters
-from tests.ranks.cases import NotedAllReduce, named, set_up
+from tests.ranks.cases import named, set_up
 from tests.support.reference import (
     OPTIMIZERS,
     Line,
@@ -21,7 +21,6 @@ from tests.support.reference import (
     accumulated,
     as_numpy,
     batches,
-    make_network,
     make_step,
     train,
 )
@@ -35,19 +34,6 @@ def run(make_step):
     network, (rank, size) = Regression(), (get_rank(), get_group_size())
     shares = [(x[rank::size], y[rank::size]) for x, y in batches(PER_RANK * size, UPDATES)]
     return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
-
-
-def reductions(out: Path) -> Results:
-    set_up()
-    noted = []
-
-    def make_step(loss_cell, optimizer):
-        step = accumulated(micro_size=3)(loss_cell, optimizer)
-        noted.append(NotedAllReduce(step.window.ledger.grad_reducer))
-        return step
-
-    run(make_step)
-    return {"reductions": np.array(len(noted[0].sizes))}
 
 
 class ClippedReducer(nn.Cell):
@@ -95,32 +81,6 @@ def train_by_model(out: Path) -> Results:
     model.train(2, data_set)
     origin = as_numpy(model.train_network.run_record.window_origin)
     return named("broadcast", {"before": before, "after": as_numpy(network.out), "origin": origin})
-
-
-def fitted(make_model: Callable, rank: int = 0, size: int = 1) -> Results:
-    """A training by ms.Model that evaluates after each epoch, on a rank's shards: losses, metrics, weights."""
-    network, history = make_network("dense"), ms.train.History()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    metrics = {"loss": ms.train.Loss(), "accuracy": ms.train.Accuracy()}
-    model = make_model(network, nn.CrossEntropyLoss(), optimizer, metrics=metrics)
-    shards = [
-        ms.dataset.NumpySlicesDataset(data, shuffle=False, num_shards=size, shard_id=rank).batch(14 // size)
-        for data in batches(28, 2)
-    ]
-    model.fit(2, *shards, callbacks=[history], dataset_sink_mode=False)
-    seen = {name: np.ravel(values) for name, values in history.history.items()}
-    return seen | {parameter.name: as_numpy(parameter) for parameter in network.get_parameters()}
-
-
-def fitted_on_ranks(out: Path) -> Results:
-    def make_model(network, *arguments, **options):
-        return ms.Model(GradAccumulationCell(network, 3), *arguments, **options)
-
-    set_up()
-    results = fitted(make_model, get_rank(), get_group_size())
-    accuracy = ms.Tensor(results["accuracy"], ms.float32)
-    results["one number"] = (ops.AllReduce()(accuracy) / get_group_size()).asnumpy()  # as docs/flow.md says
-    return named("fit", results)
 
 
 def one_and_two_micro_batches(out: Path) -> Results:
@@ -194,10 +154,8 @@ TRAINED: dict[str, tuple[str, bool, Callable]] = {
 }
 CASES: dict[str, Callable[[Path], Results]] = {
     **{name: trained(name, *case) for name, case in TRAINED.items()},
-    "reductions": reductions,
     "hand": hand_worked,
     "broadcast": train_by_model,
-    "fit": fitted_on_ranks,
     "dtypes": by_dtype,
     "uneven": one_and_two_micro_batches,
     "apart": apart,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import nn
 
-from tests.ranks.distributed_worker import PER_RANK, SENT, UPDATES, fitted
+from tests.ranks.distributed_worker import PER_RANK, SENT, UPDATES
 from tests.support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error, train
 from tests.support.state import assert_close
 from tests.support.two_ranks import case, results_of
@@ -36,23 +36,6 @@ def test_two_ranks_equal_one_process_on_the_joined_batch(ranks, pynative):
         np.testing.assert_array_equal(averaged[0][name], averaged[1][name])
     losses = (averaged[0]["losses"] + averaged[1]["losses"]) / 2
     assert relative_error(losses, joined.losses) < 2 * TOLERANCE
-
-
-def test_one_reduction_per_update(ranks):
-    """An eager run has one collective for an update of 3 micro-batches."""
-    for results in ranks:
-        assert results["reductions"] == UPDATES
-
-
-def test_ranks_fit_and_evaluate_as_one_process_without_accumulation(ranks, pynative):
-    """Each rank evaluates its shard: the mean over equal shards is the number of one process."""
-    alone = fitted(ms.Model)
-    one, other = (case(results, "fit") for results in ranks)
-    assert {"net_output", "loss", "accuracy", "hidden.weight"} <= alone.keys()
-    for results in (one, other):
-        np.testing.assert_allclose(results.pop("one number"), alone["accuracy"], rtol=1e-6)
-    assert_close({name: (one[name] + other[name]) / 2 for name in one}, alone)
-    assert not np.allclose(one["loss"], other["loss"])
 
 
 def test_parameter_broadcast_starts_all_ranks_alike(ranks, pynative):

@@ -24,7 +24,6 @@ from tests.ranks.window_worker import (
     RESUMED,
     SAMPLES,
     SAVED,
-    SAVING,
     SCALE,
     STEPS,
     TRAININGS,
@@ -196,27 +195,18 @@ def test_different_numbers_of_batches_without_a_flush_are_refused_on_both_ranks_
         assert got["batch_count"] == 0
 
 
-def test_a_flush_trains_nothing_if_no_rank_has_batches(trained):
-    """With `min_count` , too, by which a window that counts nothing is an update."""
-    for results in trained:
-        got = case(results, "flush of nothing")
-        assert got["flushed"].tolist() == [False, False, True]
-        records = {f"gaccum_ms.{name}" for name in ("window_count", "window_loss", "window_batches", "grad_norm")}
-        assert set(got["changed"].tolist()) <= records
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_that_save_under_the_same_names_are_refused_before_training(trained, out):
     for results in trained:
-        message = str(case(results, "saving: one folder")["message"])
+        got = case(results, "saving")
+        message, later = map(str, got["messages"])
         assert "got ranks 0, 1 with the folder" in message
-        assert f"'{(out / 'one folder' / 'all').resolve()}' and the prefix 'net'" in message
+        assert f"'{(out / 'all').resolve()}' and the prefix 'net'" in message
         assert 'Use directory=f"checkpoints/{rank}"' in message
-        for number, name in enumerate(SAVING):
-            assert (str(case(results, f"saving: {name}")["message"]) == "") == (number > 0)
-            assert case(results, f"saving: {name}")["batch_count"] == 6 * number
+        assert later == ""
+        assert got["batch_count"] == 6
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -241,17 +231,13 @@ def test_one_process_goes_on_with_the_losses_of_both_ranks(out, resumed):
     assert joined == pytest.approx(sum(losses), rel=1e-6)
 
 
-def test_rank_0s_file_in_mid_window_is_refused_on_rank_1_and_on_one_process(out, resumed):
+def test_rank_0s_file_in_mid_window_is_refused_on_rank_1(resumed):
     """Rank 0 does not refuse the file, because it is its own."""
     first, got = (case(results, "rank 0's file") for results in resumed)
     assert str(first["message"]) == ""
     assert "all 2 rank(s)' are needed to finish it on rank 1 of 2" in str(got["message"])
     assert "of rank 0 of 2" in str(got["message"])
     assert not got["changed"]
-    step = counting_step()
-    with pytest.raises(ValueError, match=r"on rank 0 of 1, but got .* of rank 0 of 2"):
-        resume(step, file_of(out, SAVED, 0))
-    assert int(step.window_position.asnumpy()) == 0
 
 
 def test_rank_0s_file_in_mid_window_loaded_plainly_on_rank_1_is_refused_at_the_first_call(resumed):

@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank
 
-from gaccum_ms import ClipByGlobalNorm, GradAccumulator, ShardedOptimizer, SkipSpikes, WeightAverage, resume
+from gaccum_ms import ClipByGlobalNorm, ShardedOptimizer, SkipSpikes, WeightAverage
 from tests.ranks.cases import named, set_up
 from tests.support import reference
 from tests.support.reference import Regression, as_numpy, batches, vector
@@ -37,13 +37,10 @@ def momentum(weights: Any) -> nn.Optimizer:
     return nn.Momentum(weights, RATE, 0.9)
 
 
-def chain() -> tuple:
-    """A judge, a clip and an average."""
-    return SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), WeightAverage(DECAY)
-
-
 def make_step(optimizer: Callable = momentum) -> Any:
-    return reference.make_step(Regression(), optimizer, micro_size=2, accumulation_steps=STEPS, transforms=chain())
+    """A step with a judge, a clip and an average."""
+    chain = SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), WeightAverage(DECAY)
+    return reference.make_step(Regression(), optimizer, micro_size=2, accumulation_steps=STEPS, transforms=chain)
 
 
 def left(step: Any) -> Results:
@@ -62,53 +59,24 @@ def left(step: Any) -> Results:
     }
 
 
-def file_of(out: Path, who: int | str) -> str:
-    """The checkpoint of a rank, or of the process "alone", after the batches `SAVED` ."""
-    return str(out / f"transforms-{who}.ckpt")
-
-
-def play(name: str, step: Any, call: Callable, save: Callable = lambda: None) -> Results:
-    """The weights and the number of updates after each window, and the rest at the end."""
-    rows, updates = [], []
-    for number, batch in enumerate(data(get_rank()), start=1):
-        call(*map(Tensor, batch))
-        if number == SAVED:
-            save()
-        if number % STEPS == 0:
-            rows.append(vector(step.optimizer.parameters))
-            updates.append(int(step.update_count.asnumpy()))
-    return named(name, left(step) | {"weights": rows, "updates": updates})
+def file_of(out: Path, rank: int) -> str:
+    """The checkpoint of a rank after the batches `SAVED` ."""
+    return str(out / f"transforms-{rank}.ckpt")
 
 
 def train(out: Path) -> Results:
-    """Windows of two batches, compiled, with a sharded optimizer."""
-    step = make_step(lambda weights: ShardedOptimizer(nn.Momentum, weights, RATE, 0.9))
-
-    def save() -> None:
-        with step.optimizer.whole_state():
-            ms.save_checkpoint(step, file_of(out, get_rank()))
-
-    return play("step", step, step, save)
-
-
-def accumulate(out: Path) -> Results:
-    """The same transforms in a hand-written loop."""
-    set_up()
-    network = Regression()
-    optimizer = momentum(network.trainable_params())
-    accumulator = GradAccumulator(optimizer, STEPS, transforms=chain(), jit=False)
-    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
-    return play("accumulator", accumulator, lambda *batch: accumulator(grad_fn(*batch)[1]))
-
-
-def go_on(out: Path) -> Results:
-    """Two ranks finish the training that one process has begun."""
-    set_up()
-    step = make_step()
-    resume(step, file_of(out, "alone"))
-    for batch in data(get_rank())[SAVED:]:
+    """Windows of two batches, compiled, with a sharded optimizer: the weights and the number of updates after each
+    window, and the rest at the end."""
+    step, rows, updates = make_step(lambda weights: ShardedOptimizer(nn.Momentum, weights, RATE, 0.9)), [], []
+    for number, batch in enumerate(data(get_rank()), start=1):
         step(*map(Tensor, batch))
-    return named("from one process", left(step))
+        if number == SAVED:
+            with step.optimizer.whole_state():
+                ms.save_checkpoint(step, file_of(out, get_rank()))
+        if number % STEPS == 0:
+            rows.append(vector(step.optimizer.parameters))
+            updates.append(int(step.update_count.asnumpy()))
+    return named("step", left(step) | {"weights": rows, "updates": updates})
 
 
 def disagree(out: Path) -> Results:
@@ -130,4 +98,4 @@ def disagree(out: Path) -> Results:
     return named("disagree", results)
 
 
-CASES = {"step": train, "accumulator": accumulate, "from one process": go_on, "disagree": disagree}
+CASES = {"step": train, "disagree": disagree}

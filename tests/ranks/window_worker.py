@@ -24,7 +24,6 @@ from gaccum_ms import (
 )
 from tests.ranks.cases import NotedAllReduce, error_of, named, set_up
 from tests.support.reference import Regression, as_numpy, batches, make_step, vector
-from tests.support.state import everything
 from tests.support.two_ranks import Results
 
 RATE = 0.05
@@ -262,41 +261,15 @@ def refuse_to_train(rank: int) -> Results:
     return results
 
 
-def flush_nothing(rank: int) -> Results:
-    """Flushes when no rank has batches, with `min_count` , which makes updates of windows that count nothing."""
+def save_under_the_same_names(out: Path, rank: int) -> Results:
+    """Ranks that save in one folder, and then in folders of their own."""
     set_up()
-    step = step_of(accumulation_steps=2, count=CountMask(), min_count=1.0, max_grad_norm=1.0)
-    batch = [Tensor(column[:BATCH]) for column in samples()]
-    flushed = [step.flush()]
-    step(*batch)
-    step(*batch)
-    before = everything(step)
-    flushed.append(step.flush())
-    changed = [name for name, value in everything(step).items() if (value != before[name]).any()]
-    step(*batch)
-    flushed.append(step.flush())
-    return named("flush of nothing", {"flushed": flushed, "changed": np.array(changed, str)})
-
-
-SAVING = {  # the folder and prefix in which a rank saves
-    "one folder": lambda rank: ("all", "net"),
-    "folders of their own": lambda rank: (str(rank), "net"),
-    "rank 0 alone": lambda rank: ("all", "net") if rank == 0 else None,
-}
-
-
-def save_checkpoints(out: Path, rank: int) -> Results:
-    set_up()
-    step, results = step_of(accumulation_steps=STEPS), {}
-    for name, place in SAVING.items():
-        savers = []
-        if place(rank) is not None:
-            folder, prefix = place(rank)
-            savers.append(ModelCheckpoint(prefix, str(out / name / folder), CheckpointConfig(1, keep_checkpoint_max=2)))
+    step, messages = step_of(accumulation_steps=STEPS), []
+    for folder in ("all", str(rank)):
+        saver = ModelCheckpoint("net", str(out / folder), CheckpointConfig(1, keep_checkpoint_max=2))
         data_set = as_data_set(Training((2, 2)).data(rank))
-        message = error_of(lambda: ms.Model(step).train(3, data_set, callbacks=savers))  # noqa: B023
-        results |= named(f"saving: {name}", {"message": message, "batch_count": as_numpy(step.batch_count)})
-    return results
+        messages.append(error_of(lambda: ms.Model(step).train(3, data_set, callbacks=[saver])))  # noqa: B023
+    return named("saving", {"messages": messages, "batch_count": as_numpy(step.batch_count)})
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -385,10 +358,9 @@ def as_case(task: Callable[..., Results], *arguments: Any, files: bool = False) 
 CASES: dict[str, Callable[[Path], Results]] = {
     **{name: as_case(play, name) for name in CALLS},
     **{name: as_case(play_accumulator, name) for name in ACCUMULATOR_CALLS},
-    "flush of nothing": as_case(flush_nothing),
     **dict.fromkeys(TRAININGS, as_case(train_models)),
     **dict.fromkeys(REFUSED, as_case(refuse_to_train)),
-    **dict.fromkeys((f"saving: {name}" for name in SAVING), as_case(save_checkpoints, files=True)),
+    "saving": as_case(save_under_the_same_names, files=True),
     **dict.fromkeys((f"plain {saved}" for saved in (SAVED, 2 * SAVED)), as_case(load_plainly, files=True)),
     "uninterrupted": as_case(train_and_save, files=True),
     **dict.fromkeys([*RESUMED, "rank 0's file"], as_case(resume_on_ranks, files=True)),
