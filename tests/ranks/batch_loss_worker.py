@@ -10,10 +10,10 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell, audit
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 from tests.ranks.cases import error_of, named, set_up
 from tests.support import contrastive
-from tests.support.contrastive import accumulated, batches, make_parts, whole
+from tests.support.contrastive import accumulated, batches, make_parts
 from tests.support.state import everything
 from tests.support.two_ranks import Results
 
@@ -68,22 +68,13 @@ def made_too_early(out: Path) -> Results:
     return {"early": np.array(error_of(lambda: TrainOneStepWithGradAccumulationCell(cell, optimizer)))}
 
 
-def audited(out: Path) -> Results:
-    set_up()
-    report = audit(*make_gathering(), *map(Tensor, shares("towers", 1)[0]))
-    return named("audit", {"ok": report.ok, "text": str(report)})
-
-
 TRAINED: dict[str, tuple[str, str, bool, Callable]] = {
     "gathered": ("towers", "graph", False, accumulated(gather_ranks=True, micro_size=3)),
     "gathered, clipped": ("towers", "pynative", True, accumulated(gather_ranks=True, micro_size=3, max_grad_norm=0.05)),
     "gathered, labels": ("labels", "pynative", False, accumulated(gather_ranks=True, micro_size=3)),
-    "own": ("towers", "pynative", False, accumulated(micro_size=3)),
-    "own, whole": ("towers", "pynative", False, whole),
 }
 CASES: dict[str, Callable[[Path], Results]] = {
     **{name: trained(name, *training) for name, training in TRAINED.items()},
-    "audit": audited,
     "left out": left_out,
     "early": made_too_early,
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn, ops
+from mindspore import nn
 from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms import Accumulators, ClipByValue, GradAccumulationCell, GradAccumulator
@@ -29,28 +29,13 @@ from tests.support.two_ranks import Results
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
 
 
-def run(make_step):
+def joined(out: Path) -> Results:
     """Train on this rank's share of each joint batch."""
     network, (rank, size) = Regression(), (get_rank(), get_group_size())
     shares = [(x[rank::size], y[rank::size]) for x, y in batches(PER_RANK * size, UPDATES)]
-    return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
-
-
-class ClippedReducer(nn.Cell):
-    """MindSpore's reducer, then its clipping: the reference for clipping after the reduction."""
-
-    def __init__(self, reducer):
-        super().__init__(auto_prefix=False)
-        self.reducer = reducer
-
-    def construct(self, gradients):
-        return ops.clip_by_global_norm(self.reducer(gradients), 0.5)
-
-
-def clipped_whole(loss_cell, optimizer):
-    step = nn.TrainOneStepCell(loss_cell, optimizer)
-    step.grad_reducer = ClippedReducer(step.grad_reducer)
-    return step
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    result = train(accumulated(micro_size=3), network, optimizer, shares)
+    return named("joined", {"losses": result.losses, **result.state})
 
 
 def hand_worked(out: Path) -> Results:
@@ -115,6 +100,17 @@ def apart(out: Path) -> Results:
     return named("apart", {"warned": warned, "weight": as_numpy(network.out)})
 
 
+SENT = {
+    "float64": np.array([[1 / 3], [1e300]]),
+    "float32": np.array([1 / 3, 1e-40], np.float32),
+    "float16": np.array([0.1, 65504], np.float16),
+    "int64": np.array([2**40 + 1, -(2**62)], np.int64),
+    "int32": np.array([2**31 - 1, 2**24 + 1, -7], np.int32),
+    "uint8": np.array([[1, 2, 255]], np.uint8),
+    "bool": np.array([True, False, True]),
+}
+
+
 def by_dtype(out: Path) -> Results:
     """Parameters that rank 1 has as zeros, after rank 0 has sent them."""
     cell = nn.Cell()
@@ -125,35 +121,8 @@ def by_dtype(out: Path) -> Results:
     return {f"dtypes/{name}": getattr(cell, name).asnumpy() for name in SENT}
 
 
-# -- all cases ---------------------------------------------------------------------------------------------------------
-
-
-def trained(name: str, mode: str, mean: bool, make_step: Callable) -> Callable[[Path], Results]:
-    def case(out: Path) -> Results:
-        set_up(mode, mean)
-        result = run(make_step)
-        return named(name, {"losses": result.losses, **result.state})
-
-    return case
-
-
-SENT = {
-    "float64": np.array([[1 / 3], [1e300]]),
-    "float32": np.array([1 / 3, 1e-40], np.float32),
-    "float16": np.array([0.1, 65504], np.float16),
-    "int64": np.array([2**40 + 1, -(2**62)], np.int64),
-    "int32": np.array([2**31 - 1, 2**24 + 1, -7], np.int32),
-    "uint8": np.array([[1, 2, 255]], np.uint8),
-    "bool": np.array([True, False, True]),
-}
-TRAINED: dict[str, tuple[str, bool, Callable]] = {
-    "whole": ("pynative", True, nn.TrainOneStepCell),
-    "graph": ("graph", True, accumulated(micro_size=3)),
-    "whole, clipped sums": ("pynative", False, clipped_whole),
-    "clipped sums": ("pynative", False, accumulated(micro_size=3, max_grad_norm=0.5)),
-}
 CASES: dict[str, Callable[[Path], Results]] = {
-    **{name: trained(name, *case) for name, case in TRAINED.items()},
+    "joined": joined,
     "hand": hand_worked,
     "broadcast": train_by_model,
     "dtypes": by_dtype,

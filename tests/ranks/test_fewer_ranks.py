@@ -43,17 +43,13 @@ def assert_same_updates(got: list[Results], unbroken: list[Results], seen: int) 
     assert len(here[0]) == 16 - seen % 16
 
 
-@pytest.mark.parametrize(
-    ("form", "place"), [("larger batches", "in mid-window"), ("more batches", "in the second epoch")]
-)
-def test_one_process_goes_on_from_two_ranks_as_if_not_interrupted(out, ranks, form, place):
-    unbroken = [case(results, f"two ranks, {form}") for results in ranks]
-    got = go_on(out, form, place, 2, 0, 1)
-    assert_same_updates([got], unbroken, SEEN[place])
+@pytest.mark.parametrize("place", ["in mid-window", "in the second epoch"])
+def test_one_process_goes_on_from_two_ranks_as_if_not_interrupted(out, ranks, place):
+    unbroken = [case(results, "two ranks") for results in ranks]
+    assert_same_updates([go_on(out, place, 2, 0, 1)], unbroken, SEEN[place])
 
 
-@pytest.mark.parametrize(("form", "place"), [("more batches", "between windows"), ("larger batches", "in mid-window")])
-def test_two_ranks_go_on_from_one_process_as_if_not_interrupted(out, ranks, form, place):
-    unbroken = train_and_save(out, form, 0, 1)
-    got = [case(results, f"from one, {form}, {place}") for results in ranks]
-    assert_same_updates(got, [unbroken], SEEN[place])
+def test_two_ranks_go_on_from_one_process_as_if_not_interrupted(out, ranks):
+    unbroken = train_and_save(out, 0, 1)
+    for place in ("in mid-window", "between windows"):
+        assert_same_updates([case(results, place) for results in ranks], [unbroken], SEEN[place])

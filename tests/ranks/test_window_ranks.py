@@ -231,18 +231,14 @@ def test_one_process_goes_on_with_the_losses_of_both_ranks(out, resumed):
     assert joined == pytest.approx(sum(losses), rel=1e-6)
 
 
-def test_rank_0s_file_in_mid_window_is_refused_on_rank_1(resumed):
-    """Rank 0 does not refuse the file, because it is its own."""
-    first, got = (case(results, "rank 0's file") for results in resumed)
-    assert str(first["message"]) == ""
-    assert "all 2 rank(s)' are needed to finish it on rank 1 of 2" in str(got["message"])
-    assert "of rank 0 of 2" in str(got["message"])
-    assert not got["changed"]
-
-
-def test_rank_0s_file_in_mid_window_loaded_plainly_on_rank_1_is_refused_at_the_first_call(resumed):
-    """One from between two windows is of all ranks."""
+def test_rank_0s_file_in_mid_window_is_refused_by_resume_and_loaded_plainly_on_rank_1(resumed):
+    """By `resume` , and plainly loaded at the first call. Rank 0 does not refuse the file, because it is its
+    own. One from between two windows is of all ranks."""
     for rank, results in enumerate(resumed):
+        got = case(results, "rank 0's file")
+        refused = "all 2 rank(s)' are needed to finish it on rank 1 of 2" in str(got["message"])
+        assert refused == bool(got["message"]) == (rank == 1)
+        assert got["changed"] == (rank == 0)
         loaded = case(results, f"plain {SAVED}")
         message = str(loaded["message"])
         assert ("sums of rank 0 of 2 on rank 1 of 2" in message and "gaccum_ms.resume" in message) == (rank == 1)

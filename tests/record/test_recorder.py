@@ -184,7 +184,7 @@ def test_a_trained_step_is_freed_without_the_garbage_collector(pynative):
     assert freed() is None
 
 
-# -- what is refused, and data sinking ---------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,34 +202,9 @@ def test_another_network_has_no_windows(callback, pynative):
         model.train(1, data, callbacks=[callback])
 
 
-class Sinks:
-    """MindSpore sinks no data on CPU: this makes the calls that it makes elsewhere, with a real step."""
-
-    def __init__(self, *callbacks):
-        self.step = make_step(Line(1.0), accumulation_steps=2)
-        self.parameters = _InternalCallbackParam(train_network=self.step, list_callback=callbacks, cur_epoch_num=1)
-        self.parameters.dataset_sink_mode = True
-        self.recorder, self.context = WindowRecorder(self.step), RunContext(self.parameters)
-        self.recorder.on_train_begin(self.context)
-
-    def run(self, batches):
-        self.recorder.on_train_step_begin(self.context)
-        for _ in range(batches):
-            self.parameters.net_outputs = self.step(ms.Tensor(X[:2]), ms.Tensor(Y[:2]))
-        self.recorder.on_train_step_end(self.context)
-
-
-def test_with_data_sinking_a_callback_gets_the_last_record_of_each_sink(pynative):
-    watch = Calls()
-    sinks = Sinks(watch)
-    ended = []
-    for batches in (5, 2, 1, 2, 1):  # the fourth sink begins and ends between two windows, the fifth ends none
-        sinks.run(batches)
-        ended.append([(record.update, record.batches) for record in watch.records])
-        watch.records.clear()
-    assert ended == [[(2, 2)], [(3, 2)], [(4, 2)], [(5, 2)], []]
-
-
 def test_data_sinking_is_refused_where_each_window_counts():
+    """MindSpore sinks no data on CPU: this makes the call that it makes elsewhere."""
+    step = make_step(Line(1.0), accumulation_steps=2)
+    parameters = _InternalCallbackParam(train_network=step, list_callback=[WindowMonitor()], dataset_sink_mode=True)
     with pytest.raises(ValueError, match="For 'WindowMonitor', 'dataset_sink_mode' must be False"):
-        Sinks(WindowMonitor())
+        WindowRecorder(step).on_train_begin(RunContext(parameters))

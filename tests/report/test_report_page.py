@@ -282,15 +282,6 @@ def test_a_page_is_written_anew_beside_the_record_by_default(record, capsys):
     assert capsys.readouterr().out.rstrip().endswith("</html>")
 
 
-def test_a_long_training_is_a_small_page(record):
-    """The only peak of 10,000 windows is drawn."""
-    page = report(record(*(line(n, loss=100.0 if n == 6_234 else 1 + n % 2 / 2) for n in range(1, 10_001))))
-    assert len(page.text) < 600_000
-    (curve,) = page.curves("Loss")
-    highest = min(y for _, y in curve)
-    assert sum(y < highest + 20 for _, y in curve) == 1
-
-
 def test_without_the_extra_there_is_one_clear_error(record, monkeypatch, capsys):
     for importing in ("page", "plots"):
         monkeypatch.delitem(sys.modules, f"gaccum_ms.report.{importing}", raising=False)
