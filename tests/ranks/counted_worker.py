@@ -34,6 +34,7 @@ DROP = {"overflow": "drop_micro_batch"}
 TWO = {"count": oracle.COUNT_BOTH, "loss_weights": (1.0, 0.5)}
 LOST = [(1, 0), (6, 1), (7, 0), (7, 3)]  # in the fourth window, all of rank 1 and half of rank 0
 KINDS = {
+    "samples": oracle.case(oracle.Mean, micro_size=2),
     "count": oracle.case(oracle.Masked, max_grad_norm=0.2, **COUNT),
     "two losses": oracle.case(oracle.MaskedAndMean, poisoned=[(7, 2)], micro_size=3, scale=1024.0, **TWO),
     "dropped, graph": oracle.case(oracle.Masked, "graph", LOST, scale=1024.0, **DROP, **COUNT),
@@ -86,14 +87,14 @@ def reductions(out: Path) -> Results:
     """The size of each buffer that is sent to the other rank."""
     set_up(gradients_mean=False)
     results = {}
-    for name in ("count", "two losses"):
+    for name in ("samples", "count", "two losses"):
         step = KINDS[name].make_model().train_network
         ledger = step.window.ledger
-        reducers = [NotedAllReduce(one) for one in (ledger.sum_over_ranks.reducer, ledger.grad_reducer)]
+        used = [ledger.grad_reducer] if name == "samples" else [ledger.sum_over_ranks.reducer, step.grad_reducer]
+        noted = [NotedAllReduce(one) for one in used]
         for batch in data(name)[get_rank() : 4 : 2]:
             step(*map(Tensor, batch))
-        assert not reducers[1].sizes
-        results[name] = reducers[0].sizes
+        results[name] = [size for one in noted for size in one.sizes]
     return named("reductions", results)
 
 
