@@ -70,8 +70,7 @@ def made_too_early(out: Path) -> Results:
 
 TRAINED: dict[str, tuple[str, str, bool, Callable]] = {
     "gathered": ("towers", "graph", False, accumulated(gather_ranks=True, micro_size=3)),
-    "gathered, clipped": ("towers", "pynative", True, accumulated(gather_ranks=True, micro_size=3, max_grad_norm=0.05)),
-    "gathered, labels": ("labels", "pynative", False, accumulated(gather_ranks=True, micro_size=3)),
+    "gathered, labels": ("labels", "pynative", True, accumulated(gather_ranks=True, micro_size=3)),
 }
 CASES: dict[str, Callable[[Path], Results]] = {
     **{name: trained(name, *training) for name, training in TRAINED.items()},

@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mindspore import Tensor
 
-from gaccum_ms import resume
-from tests.ranks.transforms_worker import (
-    DECAY,
-    MAX_NORM,
-    NORM,
-    SAVED,
-    SPIKE,
-    STEPS,
-    WINDOWS,
-    data,
-    file_of,
-    left,
-    make_step,
-    momentum,
-)
+from tests.ranks.transforms_worker import DECAY, MAX_NORM, NORM, SPIKE, STEPS, WINDOWS, data, momentum
 from tests.support import by_hand
 from tests.support.by_hand import ByHand, train_whole
 from tests.support.reference import Regression, relative_error
-from tests.support.two_ranks import case
+from tests.support.two_ranks import case, results_of
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    return tmp_path_factory.mktemp("transforms")
-
-
-@pytest.fixture(scope="module")
-def ranks(rank_pair, out):
-    return rank_pair.worker("tests.ranks.transforms_worker", out)
+ranks = results_of("transforms_worker")
 
 
 def whole():
@@ -71,17 +49,3 @@ def test_ranks_whose_norms_differ_decide_by_their_mean(ranks):
     for one in ranks:
         updates = case(one, "disagree")
         assert (int(updates["below"]), int(updates["above"])) == (0, 1)
-
-
-def test_one_process_goes_on_with_the_transforms_of_two_ranks(ranks, out, pynative):
-    """In the middle of a window that is left out as a spike. The process joins the batches of both ranks."""
-    case(ranks[0], "step")  # this case saves
-    step = make_step()
-    resume(step, [file_of(out, rank) for rank in (0, 1)])
-    for pair in list(zip(data(0), data(1), strict=True))[SAVED:]:
-        step(*(Tensor(np.concatenate(column)) for column in zip(*pair, strict=True)))
-    got, (rows, averages) = left(step), whole()
-    assert (int(got["updates"]), int(got["averaged"]), int(got["skipped"])) == (WINDOWS - 1, WINDOWS - 1, 1)
-    assert relative_error(got["weights"], rows[-1]) < 1e-5
-    assert relative_error(got["averages"], averages) < 1e-5
-    np.testing.assert_array_equal(got["swapped"], got["averages"])

@@ -3,25 +3,22 @@ rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from pathlib import Path
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank
 
 from gaccum_ms import ClipByGlobalNorm, ShardedOptimizer, SkipSpikes, WeightAverage
 from tests.ranks.cases import named, set_up
-from tests.support import reference
-from tests.support.reference import Regression, as_numpy, batches, vector
+from tests.support.reference import Regression, as_numpy, batches, make_step, vector
 from tests.support.two_ranks import Results
 
 RATE, DECAY, NORM, MAX_NORM = 0.05, 0.5, 3.0, 0.3
 SPIKE = 2  # the window whose targets are far off, on rank 1 alone
 WINDOWS, STEPS, SAMPLES = 5, 2, 6
-SAVED = 5  # batches before the checkpoint: the middle of window SPIKE
 
 
 def data(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -37,46 +34,21 @@ def momentum(weights: Any) -> nn.Optimizer:
     return nn.Momentum(weights, RATE, 0.9)
 
 
-def make_step(optimizer: Callable = momentum) -> Any:
-    """A step with a judge, a clip and an average."""
-    chain = SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), WeightAverage(DECAY)
-    return reference.make_step(Regression(), optimizer, micro_size=2, accumulation_steps=STEPS, transforms=chain)
-
-
-def left(step: Any) -> Results:
-    """The state of the weights and of the transforms after training."""
-    average, weights = step.update.links[-1], step.optimizer.parameters
-    with step.averaged_weights():
-        swapped = vector(weights)
-    return {
-        "weights": vector(weights),
-        "averages": vector(average.averages),
-        "swapped": swapped,
-        "averaged": as_numpy(average.averaged_updates),
-        "skipped": as_numpy(step.skipped_updates),
-        "norm": as_numpy(step.judged_norm),
-        "updates": as_numpy(step.update_count),
-    }
-
-
-def file_of(out: Path, rank: int) -> str:
-    """The checkpoint of a rank after the batches `SAVED` ."""
-    return str(out / f"transforms-{rank}.ckpt")
-
-
 def train(out: Path) -> Results:
     """Windows of two batches, compiled, with a sharded optimizer: the weights and the number of updates after each
     window, and the rest at the end."""
-    step, rows, updates = make_step(lambda weights: ShardedOptimizer(nn.Momentum, weights, RATE, 0.9)), [], []
+    chain = SkipSpikes(norm=NORM), ClipByGlobalNorm(MAX_NORM), WeightAverage(DECAY)
+    sharded, rows, updates = functools.partial(ShardedOptimizer, nn.Momentum, learning_rate=RATE, momentum=0.9), [], []
+    step = make_step(Regression(), sharded, micro_size=2, accumulation_steps=STEPS, transforms=chain)
     for number, batch in enumerate(data(get_rank()), start=1):
         step(*map(Tensor, batch))
-        if number == SAVED:
-            with step.optimizer.whole_state():
-                ms.save_checkpoint(step, file_of(out, get_rank()))
         if number % STEPS == 0:
             rows.append(vector(step.optimizer.parameters))
             updates.append(int(step.update_count.asnumpy()))
-    return named("step", left(step) | {"weights": rows, "updates": updates})
+    with step.averaged_weights():
+        swapped = vector(step.weights)
+    found = {"weights": rows, "updates": updates, "averages": vector(chain[-1].averages), "swapped": swapped}
+    return named("step", found | {"skipped": as_numpy(step.skipped_updates), "norm": as_numpy(step.judged_norm)})
 
 
 def disagree(out: Path) -> Results:
@@ -92,7 +64,7 @@ def disagree(out: Path) -> Results:
     for name, factor in (("below", 1.4), ("above", 1.6)):  # times rank 0's norm; the mean of both is 1.5 times it
         network = Regression()
         limit = float(factor * np.sqrt(network.hidden.size))
-        step = reference.make_step(network, momentum, micro_size=2, transforms=(by_rank, SkipSpikes(norm=limit)))
+        step = make_step(network, momentum, micro_size=2, transforms=(by_rank, SkipSpikes(norm=limit)))
         step(*map(Tensor, data(get_rank())[0]))
         results[name] = as_numpy(step.update_count)
     return named("disagree", results)

@@ -8,8 +8,10 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from gaccum_ms import TokenPlan
 from gaccum_ms.report import command
 from gaccum_ms.report.records import read
 
@@ -280,8 +282,13 @@ def test_a_page_is_written_anew_beside_the_record_by_default(record, capsys):
 def test_without_the_extra_there_is_one_clear_error(record, monkeypatch, capsys):
     for importing in ("page", "plots"):
         monkeypatch.delitem(sys.modules, f"gaccum_ms.report.{importing}", raising=False)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
+    for module in ("jinja2", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
     path = record(line(1))
+    remedy = re.escape(". Run: pip install 'gaccum_ms[report]'")
+    plan = TokenPlan(np.array([4]), 4, (4,), 4, ((4, np.array([0])),))
+    with pytest.raises(ImportError, match=f"^For 'draw', matplotlib must be installed, but .*{remedy}$"):
+        plan.draw(path.with_suffix(".png"))
     error = error_of(capsys, path)
     assert error.startswith("error: matplotlib and Jinja2 must be installed, but")
     assert error.endswith(" (pip install 'gaccum_ms[report]'); see --help\n")
