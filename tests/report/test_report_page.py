@@ -175,7 +175,6 @@ def test_what_was_not_recorded_has_no_chart_and_no_fact(record):
 ODD_LINES = {
     "cut short": line(2)[:9],
     "deep": f'{{"update": 2, "loss": 1, "counted": {100_000 * "["}{100_000 * "]"}}}',
-    "5,000 digits": f'{{"update": 2, "loss": {"1" * 5000}}}',
     "true for an update": '{"update": true, "loss": 1}',
 }
 
