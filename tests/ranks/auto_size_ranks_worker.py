@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import mint, nn
 from mindspore.communication import get_rank
 
+from tests.ranks.cases import error_of, named
 from tests.support.reference import Regression, batches, vector
 from tests.support.two_ranks import Results
 from tests.training.test_auto_size import WithStatistics, halving_step, make_step, marked, run, state
@@ -42,10 +43,9 @@ def halve(out: Path) -> Results:
         if flush:
             assert whole.flush()
         ms.set_context(mode=ms.GRAPH_MODE)
-        results[f"{kind}/sizes"] = np.array(sizes)
+        results.update(named(kind, {"sizes": sizes}))
         for name, one in (("auto", step), ("whole", whole)):
-            results[f"{kind}/{name}"] = vector(one.weights)
-            results[f"{kind}/{name}_updates"] = one.update_count.asnumpy()
+            results.update(named(kind, {name: vector(one.weights), f"{name}_updates": one.update_count.asnumpy()}))
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "For 'GradAccumulationCell', memory ran out")
@@ -59,17 +59,10 @@ def halve(out: Path) -> Results:
         if rank == 1:
             loss.set_largest(0)
         before = state(step)
-        try:
-            run(step, data[1:2])
-        except RuntimeError as error:
-            results["error"] = np.array(str(error))
-        for name, values in (("before", before), ("after", state(step))):
-            results |= {f"{name}/{key}": value for key, value in values.items()}
-
-        try:
-            make_step(nn.SequentialCell(nn.Dense(12, 8), mint.nn.SyncBatchNorm(8)), micro_batch_size="auto")
-        except ValueError as error:
-            results["refused"] = np.array(str(error))
+        results["error"] = np.array(error_of(lambda: run(step, data[1:2])))
+        results |= named("before", before) | named("after", state(step))
+        layers = nn.SequentialCell(nn.Dense(12, 8), mint.nn.SyncBatchNorm(8))
+        results["refused"] = np.array(error_of(lambda: make_step(layers, micro_batch_size="auto")))
     return results
 
 

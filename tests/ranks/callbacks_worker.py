@@ -9,12 +9,12 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn
 from mindspore.communication import get_rank
 
-from gaccum_ms import AdaptiveAccumulation, FlushAccumulation, GradAccumulationCell, ProgressBar
+from gaccum_ms import AdaptiveAccumulation, FlushAccumulation, ProgressBar
 from tests.callbacks.test_adaptive import fit, steps_of
-from tests.support.reference import Line, as_numpy
+from tests.ranks.cases import error_of, named, set_up
+from tests.support.reference import Line, as_numpy, make_step
 from tests.support.two_ranks import Results
 
 
@@ -33,28 +33,19 @@ def follow(out: Path) -> Results:
     for name, kind in (("follow", AdaptiveAccumulation), ("astray", Astray)):
         callback = kind(max_steps=3, smoothing=0.999)
         step = fit(callback, samples=1600, rate=1e-3, seed=get_rank())
-        results |= {
-            f"{name}/steps": steps_of(callback),
-            f"{name}/rates": [record.learning_rate for record in callback.records],
-            f"{name}/weight": as_numpy(step.weights[0]),
-            f"{name}/scale": callback.noise_scale,
-        }
-    try:
-        callbacks = [FlushAccumulation()]
-        fit(AdaptiveAccumulation(), samples=8 * (3 - get_rank()), accumulation_steps=2, callbacks=callbacks)
-    except ValueError as error:
-        results["uneven/message"] = str(error)
-    return results
+        found = {"steps": steps_of(callback), "rates": [record.learning_rate for record in callback.records]}
+        results |= named(name, found | {"weight": as_numpy(step.weights[0]), "scale": callback.noise_scale})
+    options = {"accumulation_steps": 2, "callbacks": [FlushAccumulation()]}
+    message = error_of(lambda: fit(AdaptiveAccumulation(), samples=8 * (3 - get_rank()), **options))
+    return results | named("uneven", {"message": message})
 
 
 def drawn(out: Path) -> Results:
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
-    model = ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.01))
-    values = np.arange(8, dtype=np.float32) / 8
+    set_up()
+    values, file = np.arange(8, dtype=np.float32) / 8, io.StringIO()
     data = ms.dataset.NumpySlicesDataset((values, values), shuffle=False).batch(2)
-    file = io.StringIO()
-    model.train(2, data, callbacks=[ProgressBar(file, show=True, refresh_seconds=0)])
+    step = make_step(Line(1.0), accumulation_steps=2)
+    ms.Model(step).train(2, data, callbacks=[ProgressBar(file, show=True, refresh_seconds=0)])
     return {"drawn": np.array(file.getvalue())}
 
 

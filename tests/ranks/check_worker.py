@@ -4,32 +4,22 @@ batch, and losses with a collective."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
-import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_rank
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from tests.support.reference import Regression, as_numpy, batches, vector
+from tests.ranks.cases import named, set_up
+from tests.support.reference import Regression, batches, make_step, vector
 from tests.support.two_ranks import Results
 
-CHECKS = {"with": "first_batch", "without": None}
 
-
-def texts_of(step, *batch) -> tuple[np.ndarray, int]:
-    """The loss of a first call, and how many warnings it says."""
+def texts_of(step, *batch) -> int:
+    """How many warnings a call says."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loss = as_numpy(step(*map(Tensor, batch)))
-    return loss, len(caught)
-
-
-def step_of(network, **options):
-    cell = GradAccumulationCell(network, 3, **options)
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.05)).set_train()
+        step(*map(Tensor, batch))
+    return len(caught)
 
 
 class Noisy(nn.Cell):
@@ -45,50 +35,28 @@ class Noisy(nn.Cell):
 
 
 def trained(out: Path) -> Results:
-    results = {}
-    for name, check in CHECKS.items():
-        ms.set_context(mode=ms.GRAPH_MODE)
-        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-        ms.set_seed(3)
-        step, texts = step_of(Noisy(), check=check), 0
-        for batch in batches(9, 2, seed=20 + get_rank()):
-            loss, said = texts_of(step, *batch)
-            texts += said
-        results |= {f"trained/{name}/weights": vector(step.weights), f"trained/{name}/loss": loss}
-        results |= {f"trained/{name}/texts": np.array(texts)}
-    return results
-
-
-class ByOperator(Regression):
-    def __init__(self):
-        super().__init__()
-        self.over_ranks = ops.AllReduce()
-
-    def construct(self, x, y):
-        return super().construct(x, y) * 9 + 0 * self.over_ranks(x.mean())
+    set_up()
+    step, texts = make_step(Noisy(), micro_size=3, check="first_batch"), 0
+    for batch in batches(9, 2, seed=20 + get_rank()):
+        texts += texts_of(step, *batch)
+    return named("trained", {"weights": vector(step.weights), "texts": texts})
 
 
 def over_ranks(value):
     return ops.AllReduce()(value)
 
 
-class ByFunction(Regression):
+class WithCollective(Regression):
     def construct(self, x, y):
         return super().construct(x, y) * 9 + 0 * over_ranks(x.mean())
 
 
-def collective(kind: type[nn.Cell]) -> Callable[[Path], Results]:
+def collective(out: Path) -> Results:
     """Rank 1 leaves the proof out: it would wait for ever if rank 0 reached the collective."""
-
-    def case(out: Path) -> Results:
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-        ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-        step = step_of(kind(), check=None if get_rank() else "first_batch")
-        loss, texts = texts_of(step, *batches(9, 1)[0])
-        skipped = "skipped: the loss has a collective" in str(step.run_record)
-        return {f"{kind.__name__}/loss": loss, f"{kind.__name__}/told": np.array([texts, skipped])}
-
-    return case
+    set_up()
+    step = make_step(WithCollective(), micro_size=3, check=None if get_rank() else "first_batch")
+    texts = texts_of(step, *batches(9, 1)[0])
+    return named("collective", {"told": [texts, "skipped: the loss has a collective" in str(step.run_record)]})
 
 
-CASES = {"trained": trained, **{kind.__name__: collective(kind) for kind in (ByOperator, ByFunction)}}
+CASES = {"trained": trained, "collective": collective}

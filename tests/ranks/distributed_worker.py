@@ -1,4 +1,4 @@
-"""The cases of the distributed tests on ranks (support/ranks.py): trainings in data parallel mode."""
+"""The cases of test_distributed.py on ranks (support/ranks.py): trainings in data parallel mode."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn, ops
+from mindspore import nn
 from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms import Accumulators, ClipByValue, GradAccumulationCell, GradAccumulator
-from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.ranks import broadcast_parameters
-from tests.support.modes import MODES
+from tests.ranks.cases import named, set_up
 from tests.support.reference import (
     OPTIMIZERS,
     Line,
@@ -22,7 +21,6 @@ from tests.support.reference import (
     accumulated,
     as_numpy,
     batches,
-    make_network,
     make_step,
     train,
 )
@@ -31,130 +29,59 @@ from tests.support.two_ranks import Results
 PER_RANK, UPDATES = 7, 3  # 7 samples are ragged in 3 micro-batches
 
 
-class NotedAllReduce:
-    """Replaces a reducer's AllReduce in an eagerly run step, and records the size of each buffer that is sent."""
-
-    def __init__(self, reducer: FusedReducer) -> None:
-        self.all_reduce = reducer.all_reduce
-        self.sizes: list[int] = []
-        del reducer.all_reduce
-        reducer.all_reduce = self
-
-    def __call__(self, buffer):
-        self.sizes.append(buffer.size)
-        return self.all_reduce(buffer)
-
-
-def run(make_step):
+def joined(out: Path) -> Results:
     """Train on this rank's share of each joint batch."""
     network, (rank, size) = Regression(), (get_rank(), get_group_size())
     shares = [(x[rank::size], y[rank::size]) for x, y in batches(PER_RANK * size, UPDATES)]
-    return train(make_step, network, OPTIMIZERS["momentum"](network.trainable_params()), shares)
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    result = train(accumulated(micro_size=3), network, optimizer, shares)
+    return named("joined", {"losses": result.losses, **result.state})
 
 
-def reductions(micro_size: int) -> int:
-    noted = []
-
-    def make_step(loss_cell, optimizer):
-        step = accumulated(micro_size=micro_size)(loss_cell, optimizer)
-        noted.append(NotedAllReduce(step.window.ledger.grad_reducer))
-        return step
-
-    run(make_step)
-    return len(noted[0].sizes)
-
-
-class ClippedReducer(nn.Cell):
-    """MindSpore's reducer, then its clipping: the reference for clipping after the reduction."""
-
-    def __init__(self, reducer):
-        super().__init__(auto_prefix=False)
-        self.reducer = reducer
-
-    def construct(self, gradients):
-        return ops.clip_by_global_norm(self.reducer(gradients), 0.5)
-
-
-def clipped_whole(loss_cell, optimizer):
-    step = nn.TrainOneStepCell(loss_cell, optimizer)
-    step.grad_reducer = ClippedReducer(step.grad_reducer)
-    return step
-
-
-def hand_worked(mean: bool) -> float:
+def hand_worked(out: Path) -> Results:
     """y ~ w x at w = 1, loss (w x - y)^2 / 2. Rank 0: x = 1, 2, y = 0, 1, gradients 1, 2, mean 1.5. Rank 1: x = 4, 2,
     y = 1, -4, gradients 12, 12, mean 12. Averaged 6.75, summed 13.5; the rate is 0.1."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    ms.set_auto_parallel_context(gradients_mean=mean)
     x, y = (([1.0, 2.0], [0.0, 1.0]), ([4.0, 2.0], [1.0, -4.0]))[get_rank()]
-    step = make_step(Line(1.0), micro_size=2)
-    step(ms.Tensor(x), ms.Tensor(y))
-    return float(step.weights[0].asnumpy())
+    weights = []
+    for mean in (True, False):
+        set_up(gradients_mean=mean)
+        step = make_step(Line(1.0), micro_size=2)
+        step(ms.Tensor(x), ms.Tensor(y))
+        weights.append(float(step.weights[0].asnumpy()))
+    return {"hand": np.array(weights)}
 
 
-def train_by_model(start: int = 0) -> Results:
-    """Two epochs of ms.Model on this rank's shard, as in a user's script; `start` sets the ranks' weights apart.
-    Returns a weight before and after, and the rank and the number of ranks in the step's record of its window."""
+def train_by_model(out: Path) -> Results:
+    """Two epochs of ms.Model on this rank's shard, as in a user's script, from ranks' weights that are apart. Returns
+    a weight before and after, and the rank and the number of ranks in the step's record of its window."""
+    set_up()
+    ms.set_auto_parallel_context(parameter_broadcast=True)
     network, (rank, size) = Regression(), (get_rank(), get_group_size())
     for parameter in network.get_parameters():
-        parameter.set_data(parameter + start * rank)
+        parameter.set_data(parameter + rank)
     before = as_numpy(network.out)
     x, y = batches(24, 1)[0]
     data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False, num_shards=size, shard_id=rank).batch(6)
-    cell = GradAccumulationCell(network, 4)
-    ms.set_auto_parallel_context(gradients_mean=True)
-    model = ms.Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1))
+    model = ms.Model(GradAccumulationCell(network, 4), optimizer=nn.SGD(network.trainable_params(), 0.1))
     model.train(2, data_set)
     origin = as_numpy(model.train_network.run_record.window_origin)
-    return {"before": before, "after": as_numpy(network.out), "origin": origin}
+    return named("broadcast", {"before": before, "after": as_numpy(network.out), "origin": origin})
 
 
-def fitted(make_model: Callable, rank: int = 0, size: int = 1) -> Results:
-    """A training by ms.Model that evaluates after each epoch, on a rank's shards: losses, metrics, weights."""
-    network, history = make_network("dense"), ms.train.History()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    metrics = {"loss": ms.train.Loss(), "accuracy": ms.train.Accuracy()}
-    model = make_model(network, nn.CrossEntropyLoss(), optimizer, metrics=metrics)
-    shards = [
-        ms.dataset.NumpySlicesDataset(data, shuffle=False, num_shards=size, shard_id=rank).batch(14 // size)
-        for data in batches(28, 2)
-    ]
-    model.fit(2, *shards, callbacks=[history], dataset_sink_mode=False)
-    seen = {name: np.ravel(values) for name, values in history.history.items()}
-    return seen | {parameter.name: as_numpy(parameter) for parameter in network.get_parameters()}
-
-
-def fitted_on_ranks(out: Path) -> Results:
-    def make_model(network, *arguments, **options):
-        return ms.Model(GradAccumulationCell(network, 3), *arguments, **options)
-
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    ms.set_auto_parallel_context(gradients_mean=True)
-    results = fitted(make_model, get_rank(), get_group_size())
-    accuracy = ms.Tensor(results["accuracy"], ms.float32)
-    results["one number"] = (ops.AllReduce()(accuracy) / get_group_size()).asnumpy()  # as docs/flow.md says
-    return {f"fit/{key}": value for key, value in results.items()}
-
-
-def one_and_two_micro_batches(mode: str) -> Callable[[Path], Results]:
+def one_and_two_micro_batches(out: Path) -> Results:
     """Rank 0's batch is one micro-batch, which needs no accumulators, and rank 1's two. They clip each element too."""
-
-    def case(out: Path) -> Results:
-        ms.set_context(mode=MODES[mode])
-        ms.set_auto_parallel_context(gradients_mean=True)
-        network, samples = Regression(), (2, 6)[get_rank()]
-        options = {"accumulators": Accumulators(ms.bfloat16), "transforms": (ClipByValue(10.0),)}
-        step = make_step(network, micro_batch_size=5, **options)
-        step(*map(ms.Tensor, batches(samples, 1, seed=get_rank())[0]))
-        return {f"uneven {mode}/{weight.name}": as_numpy(weight) for weight in step.weights}
-
-    return case
+    set_up()
+    samples = (2, 6)[get_rank()]
+    options = {"accumulators": Accumulators(ms.bfloat16), "transforms": (ClipByValue(10.0),)}
+    step = make_step(Regression(), micro_batch_size=5, **options)
+    step(*map(ms.Tensor, batches(samples, 1, seed=get_rank())[0]))
+    return named("uneven", {weight.name: as_numpy(weight) for weight in step.weights})
 
 
 def apart(out: Path) -> Results:
     """Training without a parallel mode: the numbers of warnings of the step and of an accumulator, over three batches
     each; and the weight, which then is each rank's own."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+    set_up()
     ms.set_auto_parallel_context(parallel_mode="stand_alone")
     x, y = map(ms.Tensor, batches(6, 1, seed=get_rank())[0])
     network = Regression()
@@ -170,35 +97,16 @@ def apart(out: Path) -> Results:
         texts = [str(warning.message) for warning in caught]
         assert all("set_auto_parallel_context(parallel_mode='data_parallel'" in text for text in texts), texts
         warned.append(len(texts))
-    return {"apart/warned": np.array(warned), "apart/weight": as_numpy(network.out)}
+    return named("apart", {"warned": warned, "weight": as_numpy(network.out)})
 
 
-# -- all cases ---------------------------------------------------------------------------------------------------------
-
-
-def trained(name: str, mode: str, mean: bool, make_step: Callable) -> Callable[[Path], Results]:
-    def case(out: Path) -> Results:
-        ms.set_context(mode=MODES[mode])
-        ms.set_auto_parallel_context(gradients_mean=mean)
-        result = run(make_step)
-        return {f"{name}/losses": result.losses} | {f"{name}/{key}": value for key, value in result.state.items()}
-
-    return case
-
-
-def eager_reductions(out: Path) -> Results:
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    return {"reductions": np.array(reductions(3))}
-
-
-def by_model(out: Path) -> Results:
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    return {f"model/{key}": value for key, value in train_by_model().items()}
-
-
-def by_broadcast(out: Path) -> Results:
-    ms.set_auto_parallel_context(parameter_broadcast=True)
-    return {f"model broadcast/{key}": value for key, value in train_by_model(start=1).items()}
+SENT = {
+    "float64": np.array([[1 / 3], [1e300]]),
+    "float32": np.array([1 / 3, 1e-40], np.float32),
+    "int64": np.array([2**40 + 1, -(2**62)], np.int64),
+    "int32": np.array([2**31 - 1, 2**24 + 1, -7], np.int32),
+    "bool": np.array([True, False, True]),
+}
 
 
 def by_dtype(out: Path) -> Results:
@@ -211,31 +119,11 @@ def by_dtype(out: Path) -> Results:
     return {f"dtypes/{name}": getattr(cell, name).asnumpy() for name in SENT}
 
 
-SENT = {
-    "float64": np.array([[1 / 3], [1e300]]),
-    "float32": np.array([1 / 3, 1e-40], np.float32),
-    "float16": np.array([0.1, 65504], np.float16),
-    "int64": np.array([2**40 + 1, -(2**62)], np.int64),
-    "int32": np.array([2**31 - 1, 2**24 + 1, -7], np.int32),
-    "uint8": np.array([[1, 2, 255]], np.uint8),
-    "bool": np.array([True, False, True]),
-}
-TRAINED: dict[str, tuple[str, bool, Callable]] = {
-    "mean0-whole": ("pynative", False, nn.TrainOneStepCell),
-    "mean1-whole": ("pynative", True, nn.TrainOneStepCell),
-    "graph-mean1-3": ("graph", True, accumulated(micro_size=3)),
-    "jit-mean0-3": ("pynative", False, accumulated(micro_size=3, jit=True)),
-    "clip-whole": ("pynative", False, clipped_whole),
-    "clip": ("pynative", False, accumulated(micro_size=3, max_grad_norm=0.5)),
-}
 CASES: dict[str, Callable[[Path], Results]] = {
-    **{name: trained(name, *case) for name, case in TRAINED.items()},
-    "reductions": eager_reductions,
-    "hand": lambda out: {"hand": np.array([hand_worked(mean) for mean in (True, False)])},
-    "model": by_model,
-    "model broadcast": by_broadcast,
-    "fit": fitted_on_ranks,
+    "joined": joined,
+    "hand": hand_worked,
+    "broadcast": train_by_model,
     "dtypes": by_dtype,
-    **{f"uneven {mode}": one_and_two_micro_batches(mode) for mode in MODES},
+    "uneven": one_and_two_micro_batches,
     "apart": apart,
 }

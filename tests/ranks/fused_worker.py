@@ -1,32 +1,25 @@
-"""The cases of test_all_reduce.py on ranks (support/ranks.py): reductions and trainings with buffers so small that
-every kind of buffer occurs. MindSpore saves its finished graphs.
-"""
+"""The cases of test_all_reduce.py on ranks (support/ranks.py): reductions with buffers so small that every kind of
+buffer occurs, and the collectives that run in an update."""
 
 from __future__ import annotations
 
 import csv
-import os
-import re
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank
 from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from gaccum_ms.distributed import all_reduce as fused_reduction
-from tests.support.modes import MODES
-from tests.support.reference import as_numpy, batches, make_network, make_step
+from tests.ranks.cases import set_up
+from tests.support.reference import Regression, as_numpy, batches, make_step
 from tests.support.two_ranks import Results
 
-LIMIT = 100  # bytes: of the network "dense", 768 and 320 are sent alone, 64 and 20 together
-COLLECTIVES, BYTES = 3, 768 + 320 + 64 + 20
-SAMPLES = 16
-_SIZES = {"Float32": 4, "Float16": 2, "BFloat16": 2}  # bytes
+LIMIT = 100  # bytes: one of the network's two gradients has 384, the other 32
 
 
 class Gradients(NamedTuple):
@@ -51,15 +44,11 @@ class Gradients(NamedTuple):
 
 MIXED = (ms.float16, ms.float32, ms.bfloat16, ms.float64, ms.float16, ms.bfloat16)
 KINDS = {
-    "one": Gradients([(2, 3)], ((0,),)),
-    "scalar": Gradients([()], ((0,),)),
-    "all large": Gradients([(5, 5), (26,)], ((0,), (1,))),
     "all small": Gradients([(2, 3), (), (4,), (1, 1, 2)], ((0, 1, 2, 3),)),
     "large between small": Gradients([(2, 3), (5, 6), (4,), (30,), ()], ((1,), (3,), (0, 2, 4))),
     "several buffers": Gradients([(10,), (14,), (2,), (20,), (4,)], ((0, 1), (2, 3), (4,))),
     "dtypes": Gradients([(4, 3), (2,), (5,), (3,), (50,), (60,)], ((4,), (5,), (0, 1, 2, 3)), MIXED),
     "own": Gradients([(3,), (40,), (4,), (50,), (5,)], ((1,), (2, 4)), own=(0, 3)),
-    "nothing but own": Gradients([(3,), (40,)], (), own=(0, 1)),
 }
 
 
@@ -67,58 +56,32 @@ SUM = "sum of dtypes"  # the only reduction that is not a mean
 REDUCED = {**{name: (kind, True) for name, kind in KINDS.items()}, SUM: (KINDS["dtypes"], False)}
 
 
-class Reducers(nn.Cell):
-    """Calls reducers, each with its number of gradients. All are in one graph, which takes little longer to compile
-    than one."""
-
-    def __init__(self, reducers: list[nn.Cell], numbers: list[int]) -> None:
-        super().__init__(auto_prefix=False)
-        self.reducers = nn.CellList(reducers)
-        self.ends = tuple(accumulate(numbers))
-        self.starts = (0, *self.ends[:-1])
-
-    def construct(self, *gradients):
-        results = ()
-        for number, reducer in enumerate(self.reducers):
-            part = gradients[self.starts[number] : self.ends[number]]
-            if number > 0:  # in the same order on all ranks
-                part = ops.depend(part, results)
-            results = results + reducer(part)
-        return results
-
-
-def reduce(mode: str, rank: int) -> Results:
+def reduce(rank: int) -> Results:
     """The results of our reducer, rounded to the gradients' dtypes, and of MindSpore's reducer for the same gradients,
-    of all kinds."""
-    reducers, keys, gradients, numbers, dtypes = [], [], [], [], []
+    of all kinds. Rank 1 has a NaN and an infinity then."""
+    results: Results = {}
     for name, (kind, mean) in REDUCED.items():
-        weights = kind.weights()
-        for whose, reducer in (("ours", fused_reduction.FusedReducer), ("MindSpore's", nn.DistributedGradReducer)):
-            reducers.append(reducer(weights, mean, get_group_size()))
-            keys += [f"{name}, {mode}/{whose}/{number}" for number in range(len(weights))]
-            numbers.append(len(weights))
-            gradients += kind.of_rank(rank)
-            is_ours = whose == "ours"
-            dtypes += [
-                ms.float32 if is_ours and number not in kind.own else weight.dtype
-                for number, weight in enumerate(weights)
-            ]
-    cell = Reducers(reducers, numbers)
-
-    def results() -> Results:
-        reduced = cell(*gradients)
-        assert [one.shape for one in reduced] == [one.shape for one in gradients]
-        assert [one.dtype for one in reduced] == dtypes
-        rounded = [one.astype(like.dtype) for one, like in zip(reduced, gradients, strict=True)]
-        return {key: as_numpy(one.astype(ms.float64)) for key, one in zip(keys, rounded, strict=True)}
-
-    all_results = results()
-    if rank == 1:
-        place = keys.index(f"all small, {mode}/ours/0")
-        nan, infinite = gradients[place + 1].asnumpy() * np.nan, gradients[place + 2].asnumpy()
-        infinite[1] = np.inf
-        gradients[place + 1 : place + 3] = map(Tensor, (nan, infinite))
-    return all_results | {f"poisoned, {key}": value for key, value in results().items()}
+        weights, gradients = kind.weights(), tuple(kind.of_rank(rank))
+        ours = fused_reduction.FusedReducer(weights, mean, get_group_size())
+        reduced = {name: (ours, gradients)}
+        reduced[f"{name}, MindSpore's"] = nn.DistributedGradReducer(weights, mean, get_group_size()), gradients
+        if name == "all small":
+            poisoned = list(gradients)
+            if rank == 1:
+                infinite = gradients[2].asnumpy()
+                infinite[1] = np.inf
+                poisoned[1:3] = Tensor(gradients[1].asnumpy() * np.nan), Tensor(infinite)
+            reduced[f"poisoned, {name}"] = ours, tuple(poisoned)
+        for key, (reducer, given) in reduced.items():
+            found = reducer(given)
+            assert [one.shape for one in found] == [one.shape for one in given]
+            if reducer is ours:
+                sent = [number not in kind.own for number in range(len(given))]
+                dtypes = [ms.float32 if one else like.dtype for one, like in zip(sent, given, strict=True)]
+                assert [one.dtype for one in found] == dtypes
+            rounded = [one.astype(like.dtype).astype(ms.float64) for one, like in zip(found, given, strict=True)]
+            results |= {f"{key}/{number}": as_numpy(one) for number, one in enumerate(rounded)}
+    return results
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -135,80 +98,23 @@ def executed_all_reduces(call: Callable[[], Any], folder: Path) -> int:
     return kernels.get("AllReduce", 0)
 
 
-class Graphs:
-    """The finished graphs that MindSpore saves as it compiles, in a process whose environment asks for them."""
-
-    def __init__(self) -> None:
-        self.folder = Path(os.environ["MS_DEV_SAVE_GRAPHS_PATH"], f"rank_{get_rank()}")
-        self.seen: set[Path] = set()
-        self.all_reduces()
-
-    def all_reduces(self) -> list[int]:
-        """The bytes of each AllReduce in the graphs saved since the last call."""
-        new = set(self.folder.glob("*_validate_*.ir")) - self.seen
-        self.seen |= new
-        return [one for file in new for one in self._sizes(file.read_text())]
-
-    @staticmethod
-    def _sizes(text: str) -> Iterator[int]:
-        for line, types in pairwise(text.splitlines()):
-            if " = AllReduce(" in line:
-                dtype, shape = re.match(r"\s*: \(<Tensor\[(\w+)\], \(([\d, ]*)\)", types).groups()
-                yield _SIZES[dtype] * int(np.prod([int(length) for length in shape.split(",") if length.strip()]))
-
-
-def step_by(micro_size: int, accumulation_steps: int = 1) -> nn.Cell:
-    loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
-    options = {"micro_size": micro_size, "accumulation_steps": accumulation_steps}
-    return make_step(loss_cell, lambda weights: nn.Momentum(weights, 0.01, 0.9), **options)
-
-
-def sent_per_update(step: nn.Cell, batch: Sequence[Any], steps: int, graphs: Graphs, folder: Path) -> dict[str, Any]:
-    """Collectives and bytes of an update of `steps` batches."""
-
-    def update() -> None:
-        for _ in range(steps):
-            step(*batch).asnumpy()
-
-    update()  # compiles
-    in_graph = graphs.all_reduces()
-    return {"executed": executed_all_reduces(update, folder), "in_graph": len(in_graph), "bytes": sum(in_graph)}
-
-
-def data_of(rank: int) -> tuple[Tensor, ...]:
-    return tuple(map(Tensor, batches(SAMPLES, 1, seed=rank)[0]))
-
-
-def mindspores_reducer() -> nn.Cell:
-    step = step_by(4)
-    step.window.ledger.grad_reducer = nn.DistributedGradReducer(step.weights, True, get_group_size())
-    return step
-
-
-PROGRAMS: dict[str, tuple[Callable[[], nn.Cell], int]] = {  # how the step is made, and the batches of an update
-    "4 1": (lambda: step_by(4), 1),
-    "16 4": (lambda: step_by(16, 4), 4),
-    "control: MindSpore's reducer": (mindspores_reducer, 1),
-}
-
-
-def collectives(name: str, rank: int, out: Path) -> dict[str, np.ndarray]:
-    """Collectives that ran in an update, those in its graph, and their bytes."""
-    make, steps = PROGRAMS[name]
-    folder = out / f"profile-{rank}-{list(PROGRAMS).index(name)}"
-    sent = sent_per_update(make(), data_of(rank), steps, Graphs(), folder)
-    return {f"collectives {name}": np.array([sent["executed"], sent["in_graph"], sent["bytes"]])}
+def collectives(rank: int, out: Path) -> Results:
+    """The collectives that run in a compiled update of four micro-batches."""
+    step = make_step(Regression(), micro_size=4)
+    batch = [Tensor(value) for value in batches(8, 1, seed=rank)[0]]
+    step(*batch)  # compiles
+    return {"collectives": np.array(executed_all_reduces(lambda: step(*batch).asnumpy(), out / f"profile-{rank}"))}
 
 
 # -- all cases ---------------------------------------------------------------------------------------------------------
 
 
-def as_case(task: Callable[..., Results], *arguments: Any, mode: str = "graph", files: bool = False) -> Callable:
+def as_case(task: Callable[..., Results], mode: str, files: bool = False) -> Callable[[Path], Results]:
     def case(out: Path) -> Results:
-        ms.set_context(mode=MODES[mode])
+        set_up(mode)
         large, fused_reduction.BUFFER_BYTES = fused_reduction.BUFFER_BYTES, LIMIT
         try:
-            return task(*arguments, get_rank(), *([out] if files else []))
+            return task(get_rank(), *([out] if files else []))
         finally:
             fused_reduction.BUFFER_BYTES = large
 
@@ -216,8 +122,8 @@ def as_case(task: Callable[..., Results], *arguments: Any, mode: str = "graph", 
 
 
 CASES: dict[str, Callable[[Path], Results]] = {
-    f"collectives {name}": as_case(collectives, name, files=True) for name in PROGRAMS
+    **dict.fromkeys(
+        (*REDUCED, *(f"{name}, MindSpore's" for name in REDUCED), "poisoned, all small"), as_case(reduce, "pynative")
+    ),
+    "collectives": as_case(collectives, "graph", files=True),
 }
-for mode in MODES:
-    names = [f"{name}, {mode}" for name in REDUCED]
-    CASES |= dict.fromkeys([*names, f"poisoned, all small, {mode}"], as_case(reduce, mode, mode=mode))

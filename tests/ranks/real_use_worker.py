@@ -7,7 +7,6 @@ import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -15,15 +14,13 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank
 
 from gaccum_ms import FlushAccumulation, GradAccumulationCell, ProgressBar
+from tests.ranks.cases import named, set_up
 from tests.support.reference import as_numpy, vector
 from tests.support.two_ranks import Results
 
 WORDS, LENGTH, WIDTH = 40, 12, 16
 SENTENCES, TEXT_BATCH, TEXT_STEPS, TEXT_EPOCHS = 288, 24, 5, 6
 TEXT_WINDOWS = [(0, 120), (120, 240), (240, 288)]  # of an epoch's 12 batches: 5, 5, 2
-
-
-# -- data --------------------------------------------------------------------------------------------------------------
 
 
 def sentences(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -34,15 +31,6 @@ def sentences(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     opinion = ((tokens >= 1) & (tokens <= 8)).sum(axis=1) - ((tokens >= 9) & (tokens <= 16)).sum(axis=1)
     clear = np.flatnonzero(opinion)[:number]
     return tokens[clear], (opinion[clear] > 0).astype(np.int32)
-
-
-def share(columns: tuple[np.ndarray, ...], batch: int, rank: int, ranks: int) -> Any:
-    """This rank's data set. A batch of all ranks together has the same samples for any number of ranks."""
-    data_set = ms.dataset.NumpySlicesDataset(columns, shuffle=False, num_shards=ranks, shard_id=rank)
-    return data_set.batch(batch // ranks)
-
-
-# -- networks ----------------------------------------------------------------------------------------------------------
 
 
 class TextClassifier(nn.Cell):
@@ -62,43 +50,48 @@ class TextClassifier(nn.Cell):
         return self.out((x * words).sum(axis=1) / words.sum(axis=1))
 
 
-# -- trainings ---------------------------------------------------------------------------------------------------------
-
-
-def text_classifier(out: Path, rank: int, ranks: int) -> Results:
+def text_classifier(name: str) -> Results:
     """Train in windows of five batches, with two in an epoch's last, with FlushAccumulation and ProgressBar, in
-    PyNative mode, compiled."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+    PyNative mode, compiled. A batch of all ranks together has the same samples for any number of ranks."""
     ms.set_seed(1)
-    network = TextClassifier()
+    network, drawn = TextClassifier(), io.StringIO()
     cell = GradAccumulationCell(
         nn.WithLossCell(network, nn.CrossEntropyLoss()), 2, accumulation_steps=TEXT_STEPS, jit=True
     )
     model = ms.Model(cell, optimizer=nn.Adam(network.trainable_params(), 0.01))
-    drawn = io.StringIO()
-    data_set = share(sentences(SENTENCES, seed=1), TEXT_BATCH, rank, ranks)
-    bar = ProgressBar(drawn, show=True, refresh_seconds=0)
-    model.train(TEXT_EPOCHS, data_set, callbacks=[FlushAccumulation(), bar])
-    return {
-        "weights": vector(network.trainable_params()),
-        "updates": as_numpy(model.train_network.update_count),
-        "drawn": np.array(drawn.getvalue()),
-        "accuracy": np.array(held_out_accuracy(network)),
-    }
-
-
-def held_out_accuracy(network: nn.Cell) -> float:
+    shards = {"num_shards": get_group_size(), "shard_id": get_rank()}
+    data_set = ms.dataset.NumpySlicesDataset(sentences(SENTENCES, seed=1), shuffle=False, **shards)
+    callbacks = [FlushAccumulation(), ProgressBar(drawn, show=True, refresh_seconds=0)]
+    model.train(TEXT_EPOCHS, data_set.batch(TEXT_BATCH // get_group_size()), callbacks=callbacks)
     ms.set_context(mode=ms.PYNATIVE_MODE)
     held_out = ms.dataset.NumpySlicesDataset(sentences(400, seed=2), shuffle=False).batch(100)
-    return ms.Model(network, nn.CrossEntropyLoss(), metrics={"accuracy"}).eval(held_out)["accuracy"]
+    accuracy = ms.Model(network, nn.CrossEntropyLoss(), metrics={"accuracy"}).eval(held_out)["accuracy"]
+    results = {"weights": vector(network.trainable_params()), "updates": as_numpy(model.train_network.update_count)}
+    return named(name, results | {"drawn": drawn.getvalue(), "accuracy": accuracy})
 
 
-def whole_text_classifier(out: Path, rank: int, ranks: int) -> Results:
-    """Train on one batch for each window. Of several ranks, only rank 0 trains, alone."""
-    if rank > 0:
-        return {}
+def together(out: Path) -> Results:
+    set_up()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return text_classifier("text")
+
+
+def each_by_itself(out: Path) -> Results:
+    """The control: ranks that do not communicate."""
+    set_up()
     ms.reset_auto_parallel_context()
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*their weights drift apart")
+        return text_classifier("text, each by itself")
+
+
+def whole(out: Path) -> Results:
+    """Train on one batch for each window. Only rank 0 trains, alone."""
+    if get_rank() > 0:
+        return {}
+    set_up()
+    ms.reset_auto_parallel_context()
     ms.set_seed(1)
     network = TextClassifier()
     optimizer = nn.Adam(network.trainable_params(), 0.01)
@@ -107,31 +100,11 @@ def whole_text_classifier(out: Path, rank: int, ranks: int) -> Results:
     for _ in range(TEXT_EPOCHS):
         for window in TEXT_WINDOWS:
             step(*(Tensor(column[slice(*window)]) for column in columns))
-    return {"weights": vector(network.trainable_params())}
+    return named("whole text", {"weights": vector(network.trainable_params())})
 
 
-# -- all cases ---------------------------------------------------------------------------------------------------------
-
-
-def text_classifier_of_strangers(out: Path, rank: int, ranks: int) -> Results:
-    """The control: ranks that do not communicate."""
-    ms.reset_auto_parallel_context()
-    warnings.filterwarnings("ignore", ".*their weights drift apart")
-    return text_classifier(out, rank, ranks)
-
-
-def as_case(name: str, task: Callable[[Path, int, int], Results]) -> Callable[[Path], Results]:
-    def case(out: Path) -> Results:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            return {f"{name}/{key}": value for key, value in task(out, get_rank(), get_group_size()).items()}
-
-    return case
-
-
-TASKS = {
-    "text": text_classifier,
-    "text, each by itself": text_classifier_of_strangers,
-    "whole text": whole_text_classifier,
+CASES: dict[str, Callable[[Path], Results]] = {
+    "text": together,
+    "text, each by itself": each_by_itself,
+    "whole text": whole,
 }
-CASES: dict[str, Callable[[Path], Results]] = {name: as_case(name, task) for name, task in TASKS.items()}

@@ -3,10 +3,8 @@ the noise (test_noise_record.py), and an overflow on a device that saturates (te
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank
@@ -14,6 +12,7 @@ from mindspore.communication import get_rank
 from gaccum_ms import CountMask, WindowBatchNorm
 from tests.accumulation import test_noise_record as noise
 from tests.layers import test_window_batchnorm as batchnorm
+from tests.ranks.cases import named, set_up
 from tests.support.reference import make_step
 from tests.support.saturating import Saturating, batch, device_that_saturates
 from tests.support.two_ranks import Results
@@ -21,7 +20,7 @@ from tests.support.two_ranks import Results
 
 def pooled(out: Path) -> Results:
     """The moving statistics after each rank has trained on its half of each batch."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+    set_up()
     rank = get_rank()
     own = [(x[rank::2], y[rank::2]) for x, y in batchnorm.data(12)]
     step = batchnorm.step_of(WindowBatchNorm(2), micro_size=2)
@@ -30,29 +29,23 @@ def pooled(out: Path) -> Results:
     return {"pooled/single": batchnorm.run(step, own), "pooled/spanning": batchnorm.run(spanning, parts)}
 
 
-def noise_of(gradients_mean: bool) -> Callable[[Path], Results]:
-    def case(out: Path) -> Results:
-        rank = get_rank()
-        ms.set_auto_parallel_context(gradients_mean=gradients_mean)
-        y, mask = noise.targets(16), np.array([1, 0.5, 0, 0, 1, 1, 0, 2] * 2, np.float32)
-        results = {}
-        half, part = np.split(y, 2)[rank], slice(0, 6) if rank == 0 else slice(6, 16)
-        for name, options, batches in (
-            ("samples", {"micro_size": 4}, [half]),
-            ("uneven", {"micro_batch_size": 2 + rank}, [y[part]]),
-            ("one each", {"micro_size": 1}, [half]),
-            ("spanning", {"micro_size": 4, "accumulation_steps": 2}, [half, half + 1]),
-        ):
-            step = noise.make_step(**options)
-            for one_batch in batches:
-                step(Tensor(one_batch))
-            results[name] = noise.noise_of(step)
-        step = noise.make_step(micro_batch_size=2, count=CountMask())
-        step(Tensor(y[part]), Tensor(mask[part]))
-        results["counted"] = noise.noise_of(step)
-        return {f"mean{gradients_mean:d}/{name}": record for name, record in results.items()}
-
-    return case
+def noise_records(out: Path) -> Results:
+    rank = get_rank()
+    y, mask = noise.targets(16), np.array([1, 0.5, 0, 0, 1, 1, 0, 2] * 2, np.float32)
+    half, part = np.split(y, 2)[rank], slice(0, 6) if rank == 0 else slice(6, 16)
+    results = {}
+    for name, options, batches in (
+        ("samples", {"micro_size": 4}, [(half,)]),
+        ("uneven", {"micro_batch_size": 2 + rank}, [(y[part],)]),
+        ("one each", {"micro_size": 1}, [(half,)]),
+        ("spanning", {"micro_size": 4, "accumulation_steps": 2}, [(half,), (half + 1,)]),
+        ("counted", {"micro_batch_size": 2, "count": CountMask()}, [(y[part], mask[part])]),
+    ):
+        step = noise.make_step(**options)
+        for one_batch in batches:
+            step(*map(Tensor, one_batch))
+        results[name] = noise.noise_of(step)
+    return named("mean1", results)
 
 
 def saturated(rank: int, **options) -> np.ndarray:
@@ -69,10 +62,10 @@ def saturated(rank: int, **options) -> np.ndarray:
 
 
 def overflow(out: Path) -> Results:
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+    set_up()
     rank = get_rank()
     with device_that_saturates():
         return {"overflow/one batch": saturated(rank), "overflow/two batches": saturated(rank, accumulation_steps=2)}
 
 
-CASES = {"pooled": pooled, "overflow": overflow, "mean0": noise_of(False), "mean1": noise_of(True)}
+CASES = {"pooled": pooled, "overflow": overflow, "mean1": noise_records}

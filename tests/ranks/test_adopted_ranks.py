@@ -1,7 +1,5 @@
-"""The adapters' steps on two ranks, compared with the joined batches on one process.
-
-tests/adopt/ compares each adapter with its package's own step. Here no package is needed, because the adapters take
-only the arguments of their package.
+"""mindyolo's step on two ranks, compared with the joined batches on one process. Its losses are sums, and it takes a
+number of ranks and a reducer. Its package is not needed, because the adapter takes only its arguments.
 """
 
 from __future__ import annotations
@@ -10,10 +8,10 @@ import numpy as np
 import pytest
 from mindspore import nn
 
-from tests.ranks.adopted_worker import CASES, MAX_NORM, MAX_NORM_OF_SUM, SAMPLES, data, momentum
+from tests.ranks.adopted_worker import MAX_NORM, SAMPLES, data, momentum
 from tests.support.adopted import BatchTimesLoss, K, Predictor, joined
 from tests.support.by_hand import ByHand, global_norm, norm_of, train_whole
-from tests.support.reference import Regression, relative_error
+from tests.support.reference import relative_error
 from tests.support.two_ranks import case, results_of
 
 pytestmark = pytest.mark.distributed
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.distributed
 ranks = results_of("adopted_worker")
 
 
-class WholeBatchOfMindyolo(nn.Cell):
+class Whole(nn.Cell):
     def __init__(self):
         super().__init__()
         self.network, self.loss = Predictor(), BatchTimesLoss()
@@ -31,28 +29,18 @@ class WholeBatchOfMindyolo(nn.Cell):
         return self.loss(self.network(x), y, x)[0]
 
 
-def whole(network, max_norm):
-    """The weights after each window, of one process on the batches of both ranks."""
+def test_two_ranks_train_as_one_process(ranks):
     batches = [one for pair in zip(data(0), data(1), strict=True) for one in pair]
-    windows = joined(batches, 2 * K)
+    windows, network, norms = joined(batches, 2 * K), Whole(), []
     assert {len(x) for x, _ in windows} == {2 * K * SAMPLES}
-    norms = []
 
     def note(gradients, _):
         norms.append(norm_of(gradients))
         return gradients
 
-    rows = train_whole(network, ByHand(momentum(network), [note, global_norm(max_norm)]), windows)
-    assert norms[0] > max_norm > norms[1], norms  # a wrong factor shows only where nothing is clipped
-    return rows
-
-
-@pytest.mark.core("mindcv, graph", "mindyolo, pynative")
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_train_as_one_process(ranks, name):
-    is_sum = name.startswith("mindyolo")
-    rows = whole(WholeBatchOfMindyolo(), MAX_NORM_OF_SUM) if is_sum else whole(Regression(), MAX_NORM)
-    both = [case(one, name) for one in ranks]
+    rows = train_whole(network, ByHand(momentum(network), [note, global_norm(MAX_NORM)]), windows)
+    assert norms[0] > MAX_NORM > norms[1], norms  # a wrong factor shows only where nothing is clipped
+    both = [case(one, "mindyolo") for one in ranks]
     for one in both:
         assert one["updates"] == 2
         assert max(map(relative_error, one["weights"], rows)) < 1e-5

@@ -1,17 +1,16 @@
-"""WithBatchLossCell on two real processes: each rank's own loss, and the loss of all ranks' samples."""
+"""WithBatchLossCell on two real processes: the loss of all ranks' samples."""
 
 from __future__ import annotations
 
 import functools
 
-import mindspore as ms
 import numpy as np
 import pytest
 
-from tests.losses.test_batch_loss import clipped_whole
 from tests.ranks.batch_loss_worker import PER_RANK, UPDATES
 from tests.support import contrastive
 from tests.support.contrastive import batches, whole
+from tests.support.modes import eagerly
 from tests.support.reference import relative_error
 from tests.support.two_ranks import case, results_of
 
@@ -28,38 +27,18 @@ def error(one: dict, other: dict) -> float:
 
 
 @functools.cache
-def joined(kind: str, make_step=whole, optimizer=None) -> dict[str, np.ndarray]:
-    """The results of one process, with MindSpore's own step on the joined batches of both ranks. PyNative mode compiles
-    nothing."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    run = contrastive.train(make_step, kind, batches(kind, 2 * PER_RANK, UPDATES), optimizer)
+@eagerly()
+def joined(kind: str) -> dict[str, np.ndarray]:
+    """The results of one process, with MindSpore's own step on the joined batches of both ranks."""
+    run = contrastive.train(whole, kind, batches(kind, 2 * PER_RANK, UPDATES))
     return {"losses": run.losses, **run.state}
 
 
-@pytest.mark.core(name="gathered")
-@pytest.mark.parametrize("name", ["gathered", "gathered, clipped"])
-def test_gathered_equals_one_process_on_the_joined_batch(ranks, name):
-    """The loss, the weights and the loss's temperature are equal, with and without gradients_mean."""
-    reference = joined("towers", clipped_whole if "clipped" in name else whole)
+@pytest.mark.parametrize(("name", "kind"), [("gathered", "towers"), ("gathered, labels", "labels")])
+def test_gathered_equals_one_process_on_the_joined_batch(ranks, name, kind):
+    """The loss, the weights and the loss's temperature are equal, without gradients_mean and with it."""
     for results in ranks:
-        assert error(case(results, name), reference) < 2 * TOLERANCE
-
-
-def test_labels_are_gathered_too(ranks):
-    for results in ranks:
-        assert error(case(results, "gathered, labels"), joined("labels")) < 2 * TOLERANCE
-
-
-@pytest.mark.thorough
-def test_the_comparison_finds_a_loss_of_each_rank_alone(ranks):
-    for results in ranks:
-        assert relative_error(case(results, "own")["losses"], joined("towers")["losses"]) > 100 * TOLERANCE
-
-
-@pytest.mark.thorough
-def test_without_gathering_equals_mindspores_step_on_the_same_ranks(ranks):
-    for results in ranks:
-        assert error(case(results, "own"), case(results, "own, whole")) < TOLERANCE
+        assert error(case(results, name), joined(kind)) < 2 * TOLERANCE
 
 
 def test_batches_of_unequal_size_are_refused_on_both_ranks_and_training_goes_on(ranks):
@@ -83,8 +62,3 @@ def test_an_overflow_on_one_rank_skips_on_both(ranks):
 def test_a_network_made_before_the_parallel_mode_was_set_is_refused(ranks):
     for results in ranks:
         assert "got 1 rank(s) then and 2 now" in str(results["early"])
-
-
-def test_audit_passes_on_ranks(ranks):
-    for results in ranks:
-        assert case(results, "audit")["ok"], str(case(results, "audit")["text"])

@@ -8,14 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.ranks.fewer_ranks_worker import FORMS, SEEN, SOURCES, UPDATES, go_on, train_and_save
+from tests.ranks.fewer_ranks_worker import SEEN, UPDATES, go_on, train_and_save
 from tests.support.reference import relative_error
 from tests.support.two_ranks import Results, case
 
 pytestmark = pytest.mark.distributed
-# The first has each form, each source and each place once; the others are in breadth.
-PAIRS = [("larger batches", "slices"), ("more batches", "generator"), ("larger batches", "generator")]
-PAIRS += [("more batches", "slices")]
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +23,6 @@ def out(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(rank_pair, out) -> list[Results]:
     return rank_pair.worker("tests.ranks.fewer_ranks_worker", out)
-
-
-@pytest.fixture(scope="module")
-def alone(out):
-    """The results of one process that nothing interrupts, and its checkpoints."""
-    made: dict[tuple[str, str], Results] = {}
-
-    def train(form: str, source: str) -> Results:
-        if (form, source) not in made:
-            made[form, source] = train_and_save(out, form, source, 0, 1)
-        return made[form, source]
-
-    return train
 
 
 def samples_of_updates(*ranks: Results) -> list[list[float]]:
@@ -59,23 +43,13 @@ def assert_same_updates(got: list[Results], unbroken: list[Results], seen: int) 
     assert len(here[0]) == 16 - seen % 16
 
 
-@pytest.mark.core("in mid-window-larger batches-slices", "in the second epoch-more batches-generator")
-@pytest.mark.parametrize(("form", "source"), PAIRS, ids=lambda word: word)
-@pytest.mark.parametrize("place", SEEN)
-def test_one_process_goes_on_from_two_ranks_as_if_not_interrupted(out, ranks, place, form, source, pynative):
-    unbroken = [case(results, f"two ranks, {form}, {source}") for results in ranks]
-    got = go_on(out, form, source, SEEN[place], 2, 0, 1)
-    assert_same_updates([got], unbroken, SEEN[place])
+@pytest.mark.parametrize("place", ["in mid-window", "in the second epoch"])
+def test_one_process_goes_on_from_two_ranks_as_if_not_interrupted(out, ranks, place):
+    unbroken = [case(results, "two ranks") for results in ranks]
+    assert_same_updates([go_on(out, place, 2, 0, 1)], unbroken, SEEN[place])
 
 
-@pytest.mark.core("between windows-more batches-slices", "in mid-window-larger batches-generator")
-@pytest.mark.parametrize(("form", "source"), PAIRS, ids=lambda word: word)
-@pytest.mark.parametrize("place", SEEN)
-def test_two_ranks_go_on_from_one_process_as_if_not_interrupted(ranks, alone, place, form, source, pynative):
-    unbroken = alone(form, source)
-    got = [case(results, f"from one, {form}, {source}, {place}") for results in ranks]
-    assert_same_updates(got, [unbroken], SEEN[place])
-
-
-def test_both_forms_and_sources_are_tried_with_each_other():
-    assert {(form, source) for form in FORMS for source in SOURCES} == set(PAIRS)
+def test_two_ranks_go_on_from_one_process_as_if_not_interrupted(out, ranks):
+    unbroken = train_and_save(out, 0, 1)
+    for place in ("in mid-window", "between windows"):
+        assert_same_updates([case(results, place) for results in ranks], [unbroken], SEEN[place])

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor
 
-from gaccum_ms import resume
-from tests.ranks.transforms_worker import (
-    DECAY,
-    MAX_NORM,
-    NORM,
-    SAVED,
-    SPIKE,
-    STEPS,
-    WINDOWS,
-    data,
-    file_of,
-    left,
-    make_step,
-    momentum,
-)
+from tests.ranks.transforms_worker import DECAY, MAX_NORM, NORM, SPIKE, STEPS, WINDOWS, data, momentum
 from tests.support import by_hand
 from tests.support.by_hand import ByHand, train_whole
 from tests.support.reference import Regression, relative_error
-from tests.support.two_ranks import case
+from tests.support.two_ranks import case, results_of
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    return tmp_path_factory.mktemp("transforms")
-
-
-@pytest.fixture(scope="module")
-def ranks(rank_pair, out):
-    return rank_pair.worker("tests.ranks.transforms_worker", out)
+ranks = results_of("transforms_worker")
 
 
 def whole():
@@ -48,17 +25,16 @@ def whole():
         for at in range(0, WINDOWS * STEPS, STEPS)
     ]
     network = Regression()
-    optimizer = ByHand(momentum(network, False), [by_hand.spikes(norm=NORM), by_hand.global_norm(MAX_NORM)])
+    optimizer = ByHand(momentum(network.trainable_params()), [by_hand.spikes(norm=NORM), by_hand.global_norm(MAX_NORM)])
     average = by_hand.Average(optimizer.weights(), DECAY)
     optimizer.after.append(average)
     rows = train_whole(network, optimizer, windows)
     return rows, np.concatenate([one.ravel() for one in average.values])
 
 
-@pytest.mark.parametrize("name", ["step", "accumulator"])
-def test_ranks_decide_alike_and_as_one_process(ranks, name):
+def test_ranks_decide_alike_and_as_one_process(ranks):
     rows, averages = whole()
-    both = [case(one, name) for one in ranks]
+    both = [case(one, "step") for one in ranks]
     for one in both:
         assert one["updates"].tolist() == [number + (number < SPIKE) for number in range(WINDOWS)]
         assert one["skipped"] == 1
@@ -73,38 +49,3 @@ def test_ranks_whose_norms_differ_decide_by_their_mean(ranks):
     for one in ranks:
         updates = case(one, "disagree")
         assert (int(updates["below"]), int(updates["above"])) == (0, 1)
-
-
-# -- resumed on another number of ranks, in the middle of a window that is left out as a spike ------------------------
-
-
-def joined():
-    """The batches of one process, which join the batches of both ranks."""
-    pairs = zip(*(data(rank) for rank in (0, 1)), strict=True)
-    return [[Tensor(np.concatenate(column)) for column in zip(*pair, strict=True)] for pair in pairs]
-
-
-def assert_went_on(got):
-    rows, averages = whole()
-    assert (int(got["updates"]), int(got["averaged"]), int(got["skipped"])) == (WINDOWS - 1, WINDOWS - 1, 1)
-    assert relative_error(got["weights"], rows[-1]) < 1e-5
-    assert relative_error(got["averages"], averages) < 1e-5
-    np.testing.assert_array_equal(got["swapped"], got["averages"])
-
-
-def test_one_process_goes_on_with_the_transforms_of_two_ranks(ranks, out, pynative):
-    case(ranks[0], "step")  # this case saves
-    step = make_step()
-    resume(step, [file_of(out, rank) for rank in (0, 1)])
-    for batch in joined()[SAVED:]:
-        step(*batch)
-    assert_went_on(left(step))
-
-
-def test_two_ranks_go_on_with_the_transforms_of_one_process(ranks, out, pynative):
-    step = make_step()
-    for batch in joined()[:SAVED]:
-        step(*batch)
-    ms.save_checkpoint(step, file_of(out, "alone"))
-    for one in ranks:
-        assert_went_on(case(one, "from one process"))
