@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
+from benchmarks.memory_limit import together
 from gaccum_ms import GradAccumulationCell, find_micro_batch_size
 from gaccum_ms.memory.meter import AllocatorMeter
-from gaccum_ms.memory.trial import Trials
+from gaccum_ms.memory.proc import forget_peak, own
+from gaccum_ms.memory.trial import Trials, even_sizes
+from tests.support.alone import alone
 from tests.support.reference import OPTIMIZERS, as_numpy, batches, make_network, make_step
 from tests.support.two_ranks import case
 
@@ -48,6 +57,61 @@ def test_finds_the_largest_that_is_not_out_of_memory(monkeypatch, pynative):
     monkeypatch.setattr(Trials, "run", lambda self, size: tried.append(size) or run(self, size))
     assert search(Limited(make_network("dense"), 8), samples=16) == 8
     assert tried == [1, 2, 4, 8, 16]
+
+
+class Pictures(nn.Cell):
+    """Some 5 MB of intermediate values for each sample, and 27 MB of weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(nn.Dense(12, 400_000), nn.Tanh(), nn.Dense(400_000, 5))
+
+    def construct(self, x):
+        return self.layers(x)
+
+
+def trained(size: int | None, room: int) -> tuple[int, int]:
+    """In a new process: the size of a training, and by how much it kept the limit at its peak: so many bytes more than
+    the process has. Without a size, it finds one."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = nn.WithLossCell(Pictures(), nn.CrossEntropyLoss())
+    data = batch(SAMPLES)
+    forget_peak()
+    limit = own("VmRSS") + room
+    optimizer = nn.Adam(network.trainable_params())
+    if size is None:
+        size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, data, limit)
+    step = make_step(network, lambda weights: optimizer, micro_batch_size=size)
+    for _ in range(3):
+        step(*data).asnumpy()
+    return step.micro_batch_size, limit - own("VmHWM")
+
+
+def watched(*arguments: Any) -> tuple[int, int, int]:
+    """What `trained` returns, and the peak of its process together with the copies in which it searches."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        process = pool.submit(os.getpid).result()
+        training = pool.submit(trained, *arguments)
+        peak = 0
+        while not training.done():
+            peak = max(peak, together(process))
+            time.sleep(0.01)
+        size, left = training.result()
+        return size, left, peak
+
+
+SAMPLES = 96
+
+
+@pytest.mark.parametrize("room", [400_000_000, 600_000_000])
+def test_search_and_training_keep_the_limit_and_use_what_there_is(room):
+    """No size that is so much larger that what was found is less than 85 % of it would fit."""
+    size, left, peak = watched(None, room)
+    limit = alone(own, "VmRSS") + room  # of another process, which differs by some MB
+    assert left >= 0
+    assert peak <= 1.02 * limit
+    larger = min(larger for larger in even_sizes(SAMPLES) if larger * 0.85 > size and SAMPLES % larger == 0)
+    assert alone(trained, larger, room)[1] < 0
 
 
 def test_not_even_one_sample(pynative):
