@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -156,16 +155,9 @@ def test_what_is_not_known_is_not_drawn(tmp_path):
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("smoothing", "error", "text"),
-    [
-        (True, TypeError, "'smoothing' must be a float, but got True"),
-        (1.0, ValueError, "'smoothing' must be at least 0 and below 1, but got 1.0"),
-    ],
-)
-def test_bad_smoothing_is_refused(smoothing, error, text):
-    with pytest.raises(error, match=re.escape(text)):
-        GradNoiseScale(smoothing)
+def test_bad_smoothing_is_refused():
+    with pytest.raises(ValueError, match=r"'smoothing' must be at least 0 and below 1, but got 1\.0"):
+        GradNoiseScale(1.0)
 
 
 @pytest.mark.parametrize("kind", [GradNoiseScale, AdaptiveAccumulation])

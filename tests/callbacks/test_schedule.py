@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import io
-
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn
-from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 
 from gaccum_ms import (
     AccumulationScheduler,
     FlushAccumulation,
-    GradAccumulationCell,
-    ProgressBar,
-    TrainOneStepWithGradAccumulationCell,
     WindowMonitor,
     resume,
     scale_learning_rate,
 )
 from tests.accumulation.test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
-from tests.support import reference
-from tests.support.reference import Line, as_numpy
+from tests.support.reference import Line, as_numpy, make_step
 from tests.support.reuse import Reused
 from tests.support.versions import before
 
@@ -36,7 +29,7 @@ def reused_step(own):
     if own > 1:
         return line_step(own)
     step = line_step(own, micro_size=2)
-    step.let_windows_span_batches()  # as the callback does before it trains: see test_by_epoch_...
+    step.let_windows_span_batches()  # as the callback does before it trains
     return step
 
 
@@ -58,38 +51,19 @@ def assert_windows(step, records, windows, rate=RATE):
 # -- MindSpore's newer optimizers, which have no `global_step` ---------------------------------------------------------
 
 
-def fit_line(optimizer):
-    """Two epochs, windows of one batch and then of two, watched by all callbacks that read the rate."""
-    step = reference.make_step(Line(1.0), optimizer, micro_size=2)
-    monitor, bar = WindowMonitor(), io.StringIO()
-    scheduler = AccumulationScheduler({0: 1, 1: 2}, learning_rate="linear")
-    data = NumpySlicesDataset((LINE_X[:8], LINE_Y[:8]), shuffle=False).batch(2)
-    ms.Model(step).train(2, data, callbacks=[scheduler, monitor, ProgressBar(bar, show=True, refresh_seconds=0)])
-    rates = [record.learning_rate for record in monitor.records]
-    assert f"lr {rates[-1]:.4g}" in bar.getvalue()
-    return rates, float(as_numpy(step.weights[0]))
-
-
-def line_weight(rates):
-    """The final weight, by NumPy."""
-    weight = 1.0
-    for (start, stop), rate in zip([(0, 2), (2, 4), (4, 6), (6, 8), (0, 4), (4, 8)], rates, strict=True):
-        x, y = LINE_X[start:stop].astype(np.float64), LINE_Y[start:stop]
-        weight -= rate * (x * (weight * x - y)).mean()
-    return weight
-
-
 def test_the_rate_of_an_optimizer_without_global_step_follows(pynative):
-    rates, weight = fit_line(lambda weights: optim.SGD([{"params": weights, "lr": 0.1}], 0.5))
-    expected = [0.1] * 4 + [0.2] * 2
-    np.testing.assert_allclose(rates, expected, rtol=1e-6)
-    np.testing.assert_allclose(weight, line_weight(expected), rtol=1e-5)
+    step = make_step(Line(1.0), lambda weights: optim.SGD([{"params": weights, "lr": RATE}], 0.5), micro_size=2)
+    step, records = fit(AccumulationScheduler({1: 2}, learning_rate="linear"), epochs=2, step=step)
+    rates = [RATE] * 7 + [2 * RATE] * 4
+    np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-6)
+    assert_windows(step, records, [1] * 7 + [2, 2, 2, 1], rate=lambda update: rates[update])
 
 
 @REFUSED_ON_2_7
 def test_a_rate_that_is_compiled_in_is_refused_before_it_trains():
+    step = make_step(Line(1.0), lambda weights: mint.optim.SGD(weights, RATE), micro_size=2)
     with pytest.raises(ValueError, match=r"must read its learning rate at each update, .* mindspore.mint.optim.SGD"):
-        fit_line(lambda weights: mint.optim.SGD(weights, 0.1))
+        fit(AccumulationScheduler({0: 1, 1: 2}, learning_rate="linear"), step=step)
 
 
 # -- which windows -----------------------------------------------------------------------------------------------------
@@ -133,9 +107,9 @@ def test_a_change_that_comes_due_in_mid_window_waits_for_its_end(pynative):
     assert_windows(step, records, [3, 3, 3, 2, 2, 1], rate=lambda update: RATE if update < 3 else RATE * 2 / 3)
 
 
-def windows_of(step):
-    """Batches in each window, when the number of batches is set to 1 in the middle of the first."""
-    windows, before = [], 0
+def test_an_open_window_keeps_the_number_that_it_began_with(pynative):
+    """The number is set to 1 in the middle of the first window."""
+    step, windows, before = reused_step(3), [], 0
     for number in range(1, 6):
         step(Tensor(LINE_X[:4]), Tensor(LINE_Y[:4]))
         if number == 1:
@@ -143,11 +117,7 @@ def windows_of(step):
         if not place(step)[0]:
             windows.append(number - before)
             before = number
-    return windows
-
-
-def test_an_open_window_keeps_the_number_that_it_began_with(pynative):
-    assert windows_of(reused_step(3)) == [3, 1, 1]
+    assert windows == [3, 1, 1]
 
 
 # -- the learning rate -------------------------------------------------------------------------------------------------
@@ -233,8 +203,7 @@ class TwoLosses(Line):
 
 
 def test_refuses_several_losses(pynative):
-    cell = GradAccumulationCell(TwoLosses(1.0), 2, loss_weights=(1.0, 2.0))
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), RATE))
+    step = make_step(TwoLosses(1.0), micro_size=2, loss_weights=(1.0, 2.0))
     with pytest.raises(ValueError, match=r"need a network of one loss, .* but got one of several losses"):
         ms.Model(step).train(1, line_data(), callbacks=[AccumulationScheduler({0: 2})])
 
