@@ -1,4 +1,4 @@
-"""mindone's three training steps: their errors, and correct results with ours."""
+"""mindone's three training steps: ours train on batches as theirs on the batch that joins them."""
 
 from __future__ import annotations
 
@@ -43,27 +43,21 @@ def averages(step) -> dict[str, np.ndarray]:
 def test_trainers_the_average_moves_once_per_update(mode):
     batches = few_batches()
     whole = trained(with_average(lambda **ema: of_mindone(1, **ema)), joined(batches))
-    micro = trained(with_average(of_mindone), batches)
     ours = trained(with_average(of_ours), batches)
     assert apart(ours.weights, whole.weights) < ROUNDING
     assert apart(averages(ours.step), averages(whole.step)) < ROUNDING
-    assert apart(averages(micro.step), averages(whole.step)) > 5e-5
 
 
 def by_rates(weights):
     return nn.SGD(weights, [0.02 * (number + 1) for number in range(12)])
 
 
-def test_trainers_rates_are_per_update_in_both(mode):
-    """mindone's FIXME says "get_lr() will not increase global step". Its rates advance with updates, not with batches,
-    so it equals K = 1 on the joined batch, as ours does."""
-    batches = few_batches()
-    clip = {"clip_grad": True, "clip_norm": 0.3}
+def test_trainers_rates_are_per_update(pynative):
+    batches, clip = few_batches(), {"clip_grad": True, "clip_norm": 0.3}
     whole = trained(of_mindone(1, **clip), joined(batches), by_rates)
-    for make_step in (of_mindone, of_ours):
-        run = trained(make_step(**clip), batches, by_rates)
-        assert apart(run.weights, whole.weights) < ROUNDING
-        assert int(run.optimizer.global_step.asnumpy()[0]) == 2
+    ours = trained(of_ours(**clip), batches, by_rates)
+    assert apart(ours.weights, whole.weights) < ROUNDING
+    assert int(ours.optimizer.global_step.asnumpy()[0]) == 2
 
 
 def of_adapter(steps=K, **arguments):
@@ -78,13 +72,11 @@ def of_ours_for_adapter(steps=K, **arguments):
     )
 
 
-@pytest.mark.parametrize("clip_grad", ["none", "norm", "value"])
-def test_transformers_accumulates_at_all(clip_grad):
+@pytest.mark.parametrize("clip_grad", ["norm", "value"])
+def test_transformers_clips_the_window(clip_grad):
     batches = few_batches()
     clip = {"clip_grad": clip_grad, "clip_value": 0.1}
     whole = trained(of_adapter(1, **clip), joined(batches))
-    with pytest.raises(AttributeError, match="accumulated_grads"):
-        trained(of_adapter(**clip), batches)
     ours = trained(of_ours_for_adapter(**clip), batches)
     assert apart(ours.weights, whole.weights) < ROUNDING
     assert [bool(overflow.asnumpy()) for _, _, overflow in ours.outputs] == [False] * len(batches)
@@ -124,8 +116,6 @@ def test_diffusers_the_epochs_tail_is_divided_by_its_own_batches(mode):
         assert loss.shape == ()
         np.testing.assert_array_equal(returned.asnumpy(), x)  # the second value that `forward` returns
     assert int(ours.step.update_count.asnumpy()) == 2
-    if mode == "graph":  # in PyNative mode mindone needs ZerosLikeExt, which has no kernel on CPU
-        assert apart(trained(of_diffusers(max_grad_norm=2.0), batches).weights, whole.weights) > 5e-3
 
 
 def test_errors():
