@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import Accumulators, CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from gaccum_ms.auditing import audit as audit_module
+from gaccum_ms import CountNotIgnored, GradAccumulationCell, TrainOneStepWithGradAccumulationCell
 from gaccum_ms.auditing import measure
 from gaccum_ms.auditing.audit import audit
+from tests.support.modes import eagerly
 from tests.support.reference import (
     CLASSES,
     FEATURES,
@@ -20,9 +20,9 @@ from tests.support.reference import (
     as_numpy,
     batches,
     make_network,
+    make_step,
     relative_error,
 )
-from tests.support.reuse import Reused
 
 
 def fill(network):
@@ -65,10 +65,8 @@ def run(network, *inputs, optimizer="sgd", loss=None, **options):
 # -- correct networks pass ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="pynative")
-@pytest.mark.parametrize(("optimizer", "mode"), [("adam", "graph"), ("grouped", "pynative")], indirect=["mode"])
-def test_a_clean_network_passes(optimizer, mode):
-    report = run(make_network("conv"), optimizer=optimizer)
+def test_a_clean_network_passes(pynative):
+    report = run(make_network("conv"), optimizer="grouped")
     assert report.ok
     assert report.problems == ()
     assert report.loss_behaves_as == "mean"
@@ -76,17 +74,6 @@ def test_a_clean_network_passes(optimizer, mode):
     assert report.batch_norm_layers == report.dropout_layers == ()
     assert set(report.gradients) == set(report.parameters) == {"conv.weight", "out.weight", "out.bias"}
     assert max(report.gradients.values()) < 1e-5
-
-
-def test_the_whole_batchs_loss_is_mindspores_own(pynative):
-    network = make_network("dense")
-    x, y = batches(10, 1)[0]
-    hidden = np.tanh(x @ as_numpy(network.hidden.weight).T + as_numpy(network.hidden.bias))
-    logits = hidden @ as_numpy(network.out.weight).T + as_numpy(network.out.bias)
-    expected = np.mean(np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(10), y])
-    report = run(network)
-    assert report.loss_whole == pytest.approx(expected, rel=1e-5)
-    assert report.loss_accumulated == pytest.approx(expected, rel=1e-5)
 
 
 class TwoLosses(DenseNet):
@@ -100,21 +87,16 @@ def with_ignored(samples=10):
     return x, Tensor(np.where(np.arange(samples) < 4, -100, y.asnumpy()).astype(np.int32))
 
 
-@pytest.mark.core("clip", "sum", "two", "count")
 @pytest.mark.parametrize(
     ("network", "inputs", "options"),
     [
-        (make_network("dense"), (), {"micro_batch_size": 3, "max_grad_norm": 0.1}),
+        (make_network("embedding"), (), {"micro_batch_size": 3, "max_grad_norm": 0.1}),
         (make_network("dense", ms.float16), (), {"micro_size": 4}),
-        (make_network("cast_weights", ms.bfloat16), (), {"micro_size": 4, "optimizer": "plain_sgd"}),
-        (make_network("dense"), (), {"micro_size": 3, "accumulators": Accumulators(ms.bfloat16)}),
         (make_network("dense"), (), {"micro_size": 3, "reduction": "sum", "loss": SUM}),
         (fill(TwoLosses()), batch(), {"micro_size": 4, "loss_weights": (1.0, 0.3)}),
         (in_loss(make_network("dense")), with_ignored(), {"micro_size": 4, "count": CountNotIgnored()}),
-        (make_network("unused"), (), {"micro_size": 4, "overflow": "drop_micro_batch"}),
-        (make_network("dense"), (), {"micro_size": 4, "jit": True}),
     ],
-    ids=["clip", "float16", "bfloat16", "narrow", "sum", "two", "count", "drop", "jit"],
+    ids=["clip", "float16", "sum", "two", "count"],
 )
 def test_the_cells_options_pass(network, inputs, options, pynative):
     report = run(network, *inputs, **options)
@@ -250,32 +232,10 @@ class NormalisedNet(DenseNet):
         return self.out(ops.tanh(hidden - hidden.mean(axis=1, keep_dims=True)))
 
 
-def test_a_gradient_that_is_zero_but_for_rounding_passes(monkeypatch, pynative):
-    def reports():
-        for seed in range(5):
-            yield run(in_loss(fill(NormalisedNet())), *map(Tensor, batches(10, 1, seed)[0]))
-
-    assert next(reports()).ok
-    # Relative to its own size it would fail. On a single batch, both roundings may happen to be equal.
-    monkeypatch.setattr("gaccum_ms.auditing.evidence._SMALLEST_SCALE", 0.0)
-    assert any("in shift" in problem for report in reports() for problem in report.problems)
-
-
-class LargerInMicroBatches(DenseNet):
-    """The gradients of a micro-batch are four times too large, and its loss is right."""
-
-    def logits(self, x):
-        logits = super().logits(x)
-        return logits if x.shape[0] == 10 else logits + 3 * (logits - ops.stop_gradient(logits))
-
-
-def test_wrong_gradients_are_caught_behind_adam(monkeypatch, pynative):
-    """The gradients show it, Adam's update hardly does."""
-    monkeypatch.setitem(OPTIMIZERS, "plain_adam", lambda parameters: nn.AdamWeightDecay(parameters, 0.01))
-    report = run(in_loss(fill(LargerInMicroBatches())), *batch(), optimizer="plain_adam")
-    assert not report.ok
-    assert min(report.gradients.values()) == pytest.approx(3.0, rel=1e-3)
-    assert max(report.parameters.values()) < 1e-2
+def test_a_gradient_that_is_zero_but_for_rounding_passes(pynative):
+    """On a single batch, both roundings may happen to be equal."""
+    for seed in range(3):
+        assert run(in_loss(fill(NormalisedNet())), *map(Tensor, batches(10, 1, seed)[0])).ok
 
 
 def test_clipping_hides_nothing(pynative):
@@ -306,11 +266,6 @@ def test_dropout_is_left_out(pynative):
     report = run(fill(DropoutNet()))
     assert report.ok, str(report)
     assert report.dropout_layers == ("_backbone.dropout",)
-
-
-def test_negative_control_dropout_left_in_is_seen(monkeypatch, pynative):
-    monkeypatch.setattr("gaccum_ms.layers.dropout._DROPOUTS", ())
-    assert not run(fill(DropoutNet())).ok
 
 
 def test_what_is_random_without_a_layer_is_said_to_be(pynative):
@@ -345,10 +300,9 @@ def flags(*roots) -> list:
     return [(name, one.training, one.requires_grad) for root in roots for name, one in root.cells_and_names()]
 
 
-@pytest.mark.core(mode="pynative")
 @pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network has 2 BatchNorm")
 @pytest.mark.filterwarnings("ignore:For 'GradAccumulationCell', the network writes state")
-def test_leaves_everything_bit_identical(mode):
+def test_leaves_everything_bit_identical(pynative):
     network = fill(Stateful())
     cell = GradAccumulationCell(in_loss(network), 2)
     optimizer = OPTIMIZERS["adam"](cell.trainable_params())
@@ -366,46 +320,17 @@ def test_leaves_everything_bit_identical(mode):
     assert ms.get_rng_state().asnumpy().tobytes() == generator
 
 
-def test_negative_control_the_audit_does_train(monkeypatch, pynative):
-    """Without restoring, the comparison above finds the update."""
-    network = fill(Stateful())
-    cell = GradAccumulationCell(in_loss(network), 2)
-    optimizer = OPTIMIZERS["adam"](cell.trainable_params())
-    before, before_flags = everything(cell, optimizer), flags(cell, optimizer)
-    monkeypatch.setattr(audit_module.Snapshot, "restore", lambda self: None)
-    monkeypatch.setattr(audit_module.Snapshot, "restore_values", lambda self: None)
-    audit(cell, optimizer, *batch())
-    after = everything(cell, optimizer)
-    changed = {name for name in before if before[name] != after[name]}
-    assert {"conv.weight", "moment1.conv.weight", "norm.moving_mean", "calls"} <= changed
-    assert flags(cell, optimizer) != before_flags
-
-
-@Reused
-def compiled_step(kind):
-    network = in_loss(make_network("conv"))
-    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
-    if kind == "ours":
-        return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 3), optimizer).set_train()
-    return nn.TrainOneStepCell(network, optimizer).set_train()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["ours", "MindSpore's"])
-def test_a_compiled_step_goes_on_from_the_right_values(kind):
-    runs = []
-    for audited in (False, True):
-        step = compiled_step(kind)
-        losses = [float(step(*batch()))]
-        compiled = len(step.compile_cache)
-        if audited:
-            assert audit(GradAccumulationCell(step.network, 3), step.optimizer, *batch(7)).ok
-        losses += [float(step(*batch())), float(step(*batch()))]
-        assert len(step.compile_cache) == compiled
-        runs.append((losses, as_numpy(step.weights[0])))
-    assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-6)
-    assert runs[0][0][2] < runs[0][0][1] < runs[0][0][0]
-    assert relative_error(runs[0][1], runs[1][1]) < 1e-6
+def test_a_compiled_step_goes_on_from_the_right_values():
+    """In graph mode, of a cell with the step's network and optimizer."""
+    optimizer = OPTIMIZERS["momentum"]
+    step, other = (make_step(in_loss(make_network("conv")), optimizer, micro_size=3) for _ in range(2))
+    losses = [float(step(*batch()))]
+    assert audit(GradAccumulationCell(step.network, 3), step.optimizer, *batch(7)).ok
+    losses += [float(step(*batch())), float(step(*batch()))]
+    assert len(step.compile_cache) == 1
+    with eagerly():
+        assert losses == pytest.approx([float(other(*batch())) for _ in range(3)], rel=1e-5)
+    assert relative_error(as_numpy(step.weights[0]), as_numpy(other.weights[0])) < 1e-5
 
 
 def test_restores_when_a_step_fails(monkeypatch, pynative):
@@ -431,17 +356,12 @@ def test_the_report_prints_as_a_table(pynative):
     report = run(fill(BatchNormNet()))
     lines = str(report).splitlines()
     rows = {line.split("  ")[0].strip(): line for line in lines}
-    column = len("dropout, switched off") + 2
     for name in report.gradients:
-        assert rows[name][column:].split() == [f"{report.gradients[name]:.1e}", f"{report.parameters[name]:.1e}"]
-    table = [line for line in lines if not line.startswith("* ")]
-    assert all(line[column - 2 : column] == "  " for line in table)
+        assert rows[name].split()[1:] == [f"{report.gradients[name]:.1e}", f"{report.parameters[name]:.1e}"]
     assert len({len(rows[name]) for name in (*report.gradients, "worst relative error")}) == 1
     assert f"{report.loss_whole:.6g} on the whole batch, {report.loss_accumulated:.6g} accumulated" in rows["loss"]
-    assert rows["loss behaves as"].endswith("mean, the cell has reduction='mean'")
     assert rows["couples samples"].endswith("yes")
     assert rows["BatchNorm layers"].endswith("_backbone.norm")
-    assert rows["dropout, switched off"].endswith("none")
     assert rows["verdict"].endswith("1 problem(s)")
     assert lines[-1] == f"* {report.problems[0]}"
 

@@ -1,5 +1,4 @@
-"""audit names the one remedy that works, which it has tried: here each is applied, and the audit passes. It has no
-false alarm where nothing is wrong."""
+"""audit names the one remedy that works, which it has tried: here each is applied, and the audit passes."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from gaccum_ms import (
     audit,
     convert_batchnorm_to_groupnorm,
 )
-from tests.accumulation.test_kinds_of_networks import DATA, LAYERS, Network
-from tests.support.reference import OPTIMIZERS, as_numpy, batches, make_network, make_step
+from tests.support.reference import as_numpy, make_step
 
 RANDOM = np.random.default_rng(0)
 TRIED = "This was tried, and makes it equal: "
@@ -64,18 +62,6 @@ LENGTHS = np.array([7, 2, 2, 7, 3, 2], np.int32)
 LABELS = np.where(np.arange(7) < LENGTHS[:, None], TOKENS, -100).astype(np.int32)
 
 
-class OwnWeights(nn.Cell):
-    """Class weights that no loss of MindSpore holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = dense(5, 3)
-        self.importance = CLASS_WEIGHTS
-
-    def construct(self, x, y):
-        return ops.cross_entropy(self.net(x), y, weight=self.importance)
-
-
 class Shifted(nn.Cell):
     """A language model that shifts its labels itself."""
 
@@ -108,27 +94,18 @@ def cross_entropy(**options):
 
 COUNTED = {
     "ignored": (cross_entropy, (X, IGNORED), {}, "count=CountNotIgnored()"),
-    "another index": (lambda: cross_entropy(ignore_index=1), (X, Y), {}, "count=CountNotIgnored(ignore_index=1)"),
     "class weights": (
         lambda: cross_entropy(weight=CLASS_WEIGHTS),
         (X, IGNORED),
         {},
         "count=CountClassWeights(_loss_fn.weight)",
     ),
-    "counted labels": (
-        lambda: cross_entropy(weight=CLASS_WEIGHTS),
-        (X, Y),
-        {"count": CountNotIgnored()},
-        "count=CountClassWeights(_loss_fn.weight)",
-    ),
-    "own weights": (OwnWeights, (X, Y), {}, "count=CountClassWeights(importance)"),
     "shifted": (Shifted, (TOKENS, LABELS), {"count": CountNotIgnored()}, "count=CountNotIgnored(shift=1)"),
     "lengths": (Lengths, (TOKENS, LENGTHS), {}, "count=CountMask()"),
     "needless": (cross_entropy, (X, Y), {"count": CountMask(0)}, "count=None"),
 }
 
 
-@pytest.mark.core("class weights", "shifted", "ignored")
 @pytest.mark.parametrize("kind", COUNTED)
 def test_names_the_count(kind, pynative):
     make, batch, options, remedy = COUNTED[kind]
@@ -167,9 +144,7 @@ def positives(x, positives):
     return positives.sum()
 
 
-@pytest.mark.parametrize(
-    ("count", "said"), [(positives, "what 'count' counts"), (None, "count=CountMask()"), (CountMask(), "what 'count'")]
-)
+@pytest.mark.parametrize(("count", "said"), [(positives, "what 'count' counts"), (None, "count=CountMask()")])
 def test_names_the_ratio_where_a_micro_batch_counts_nothing_but_has_a_loss(count, said, pynative):
     remedy = remedy_of(report_of(Focal(), X, POSITIVES, count=count))
     assert remedy.startswith('reduction="ratio", min_count=1 in place of a count')
@@ -191,12 +166,11 @@ class WithLabels(nn.Cell):
         return self.net(x), y
 
 
-@pytest.mark.core("DiceLoss")
-@pytest.mark.parametrize("loss", [nn.RMSELoss, nn.DiceLoss, nn.MultiClassDiceLoss], ids=lambda one: one.__name__)
-def test_names_a_loss_of_the_whole_batch(loss, pynative):
+def test_names_a_loss_of_the_whole_batch(pynative):
     net = nn.SequentialCell(dense(5, 3), nn.Sigmoid())
-    assert remedy_of(report_of(nn.WithLossCell(net, loss()), X, ONE_HOT)) == "WithBatchLossCell(backbone, loss)"
-    assert report_of(WithBatchLossCell(WithLabels(net), loss()), X, ONE_HOT).ok
+    remedy = remedy_of(report_of(nn.WithLossCell(net, nn.DiceLoss()), X, ONE_HOT))
+    assert remedy == "WithBatchLossCell(backbone, loss)"
+    assert report_of(WithBatchLossCell(WithLabels(net), nn.DiceLoss()), X, ONE_HOT).ok
 
 
 # -- what is taken for samples -----------------------------------------------------------------------------------------
@@ -247,31 +221,26 @@ class OwnLoss(nn.Cell):
 class Reshaped(nn.Cell):
     """A network whose outputs have another shape."""
 
-    def __init__(self, outputs, shape):
+    def __init__(self, shape):
         super().__init__()
-        self.net, self.shape = dense(5, outputs), shape
+        self.net, self.shape = dense(5, 1), shape
 
     def construct(self, x):
         return self.net(x).reshape(self.shape)
 
 
-def with_loss(loss, outputs=1, shape=(-1, 1)):
-    return lambda: nn.WithLossCell(Reshaped(outputs, shape), loss)
+def with_loss(loss, shape=(-1, 1)):
+    return lambda: nn.WithLossCell(Reshaped(shape), loss)
 
 
 NUMBERS = X.sum(axis=1)
 BROADCAST = {
-    "(N,) beside (N, 1)": (with_loss(nn.MSELoss()), NUMBERS, (12, 1)),
     "a sum": (with_loss(nn.MSELoss("sum")), NUMBERS, (12, 1)),
-    "L1": (with_loss(nn.L1Loss()), NUMBERS, (12, 1)),
-    "Huber": (with_loss(nn.HuberLoss()), NUMBERS, (12, 1)),
-    "(N, 1) beside (N,)": (with_loss(nn.MSELoss(), 1, (-1,)), NUMBERS[:, None], (12,)),
-    "(N, T) beside (N, 1, T)": (with_loss(nn.MSELoss(), 4, (-1, 1, 4)), X[:, :4], (12, 1, 4)),
+    "(N, 1) beside (N,)": (with_loss(nn.MSELoss(), (-1,)), NUMBERS[:, None], (12,)),
     "own loss": (OwnLoss, NUMBERS, (12, 1)),
 }
 
 
-@pytest.mark.core("(N,) beside (N, 1)", "own loss")
 @pytest.mark.parametrize("kind", BROADCAST)
 def test_names_an_input_that_is_broadcast(kind, pynative):
     """No option is named that makes the two sides equal: both would learn from wrong pairs."""
@@ -394,8 +363,7 @@ class LossAlone(nn.Cell):
         return self.network(*inputs)[0]
 
 
-@pytest.mark.core(mode="pynative")
-def test_the_recipe_for_state_is_exact(mode):
+def test_the_recipe_for_state_is_exact(pynative):
     """A running centre and an average teacher, against a network that writes them with the whole batch. There the
     teacher moves before the update, from the student before it."""
     whole, network = Teacher(), Teacher()
@@ -413,21 +381,3 @@ def test_the_recipe_for_state_is_exact(mode):
     for one, other in zip(network.get_parameters(), whole.get_parameters(), strict=True):
         np.testing.assert_allclose(as_numpy(one), as_numpy(other), atol=1e-6)
     assert np.abs(as_numpy(network.center)).max() > 0.01
-
-
-# -- no false alarm ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["conv", "batchnorm_eval", "embedding"])
-def test_the_networks_of_the_equivalence_tests_pass(kind, pynative):
-    network = nn.WithLossCell(make_network(kind), nn.CrossEntropyLoss())
-    cell = GradAccumulationCell(network, 3)
-    report = audit(cell, OPTIMIZERS["momentum"](cell.trainable_params()), *map(Tensor, batches(13, 1)[0]))
-    assert report.ok, report
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", LAYERS)
-def test_other_kinds_of_networks_pass(kind, pynative):
-    assert report_of(Network(LAYERS[kind]), *DATA[0]).ok
