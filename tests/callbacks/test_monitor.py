@@ -16,18 +16,12 @@ import pytest
 from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import (
-    GradAccumulationCell,
-    GradAccumulator,
-    TrainOneStepWithGradAccumulationCell,
-    WindowMonitor,
-    WindowRecord,
-)
+from gaccum_ms import GradAccumulator, WindowMonitor, WindowRecord
 from gaccum_ms.report import records as report
 from tests.record.test_recorder import X, Y, fit
 from tests.support import paths
 from tests.support import window_oracle as oracle
-from tests.support.reference import Line
+from tests.support.reference import Line, make_step
 from tests.support.state import manager
 
 
@@ -101,16 +95,17 @@ def test_the_file_stays_the_same_when_the_working_folder_changes(tmp_path, pynat
 
 def test_a_file_that_cannot_be_written_is_an_error_before_training(tmp_path, pynative):
     (tmp_path / "file").touch()
-    cell = GradAccumulationCell(Line(1.0), accumulation_steps=2)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    step = make_step(Line(1.0), accumulation_steps=2)
     data = NumpySlicesDataset((X, Y), shuffle=False).batch(2)
     with pytest.raises(OSError, match="file"):
         ms.Model(step).train(1, data, callbacks=[WindowMonitor(tmp_path / "file" / "windows.jsonl")])
     assert int(step.batch_count.asnumpy()) == 0
 
 
-FLOATS = ("loss", "count", "grad_norm", "loss_scale", "learning_rate", "seconds")
-SCALARS = ("updated", "epoch", "batches", "dropped_micro_batches", "skipped_updates", *FLOATS)
+SCALARS = (
+    *("loss", "count", "grad_norm", "loss_scale", "learning_rate", "seconds"),
+    *("updated", "epoch", "batches", "dropped_micro_batches", "skipped_updates"),
+)
 
 
 def events(path):
@@ -179,9 +174,8 @@ def test_mindspores_summary_holds_each_number(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     folder = tmp_path / "summary"
-    environment = os.environ | {"PYTHONPATH": paths.python_path()}
-    command = [sys.executable, str(script), str(folder)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    options = {"env": os.environ | {"PYTHONPATH": paths.python_path()}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, str(script), str(folder)], cwd=tmp_path, timeout=600, **options)
     assert done.returncode == 0, done.stderr
     records = [WindowRecord(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
     assert len(records) == 2

@@ -149,17 +149,13 @@ def test_a_narrow_terminal_does_without_the_last_numbers(pynative):
 NOTEBOOK = """
 import mindspore as ms
 import numpy as np
-from mindspore import nn
 from gaccum_ms import GradAccumulationCell, ProgressBar
 
-net, loss = nn.Dense(1, 1), nn.MSELoss()
-cell = GradAccumulationCell(nn.WithLossCell(net, loss), 2)
-optimizer = nn.SGD(cell.trainable_params(), 0.01)
-evaluated = {"eval_network": nn.WithEvalCell(net, loss), "metrics": {"mae"}, "eval_indexes": [0, 1, 2]}
-model = ms.Model(cell, optimizer=optimizer, **evaluated)
-x = np.ones((8, 1), np.float32)
-data = [ms.dataset.NumpySlicesDataset((x, x), shuffle=False).batch(2) for _ in range(2)]
-model.fit(2, *data, callbacks=[ProgressBar(refresh_seconds=0)])
+net = ms.nn.Dense(1, 1)
+cell = GradAccumulationCell(ms.nn.WithLossCell(net, ms.nn.MSELoss()), 2)
+model = ms.Model(cell, optimizer=ms.nn.SGD(cell.trainable_params(), 0.01))
+data = ms.dataset.NumpySlicesDataset((np.ones((8, 1), np.float32),) * 2).batch(2)
+model.train(2, data, callbacks=[ProgressBar(refresh_seconds=0)])
 """
 
 

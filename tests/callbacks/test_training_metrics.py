@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -14,7 +13,6 @@ from mindspore.dataset import NumpySlicesDataset
 from gaccum_ms import (
     EvenSplit,
     FlushAccumulation,
-    ProgressBar,
     TrainingMetrics,
     WindowMonitor,
 )
@@ -82,12 +80,11 @@ class Seen(train.Callback):
 )
 def test_training_accuracy(options, pynative, capsys):
     """With ragged batches, by MindSpore's metric and by a function; other callbacks work as without outputs."""
-    seen, monitor, file = Seen(), WindowMonitor(), io.StringIO()
+    seen, monitor = Seen(), WindowMonitor()
     chosen = train.MAE().set_indexes([0, 0])
     metrics = TrainingMetrics({"accuracy": ACCURACY, "top": TOP, "f": accuracy, "F1": train.F1(), "none": chosen})
-    bar, history = ProgressBar(file, show=True, refresh_seconds=0.0), train.History()
     flush = [FlushAccumulation()] * ("accumulation_steps" in options)
-    step = trained([seen, metrics, monitor, bar, history, train.LossMonitor(), *flush], **options)
+    step = trained([seen, metrics, monitor, train.LossMonitor(), *flush], **options)
     expected = seen.accuracies()
     assert expected[0] != expected[1]
     for name in ("accuracy", "top", "f"):
@@ -97,12 +94,8 @@ def test_training_accuracy(options, pynative, capsys):
     printed = capsys.readouterr().out
     assert f"epoch 2: accuracy {expected[1]:.4g}, top {expected[1]:.4g}, f {expected[1]:.4g}, F1 [" in printed
     assert printed.count("loss is ") == 8
-    losses = [loss for record in monitor.records for loss in record.losses]
-    assert f"loss is {losses[0]:.4f}"[:14] in printed
-    assert len(losses) == 8
     assert [record.count for record in monitor.records] == ([18, 5] if flush else [6, 6, 6, 5]) * 2
     assert monitor.records[-1].loss_scale == (2.0**8 if flush else None)
-    assert "| 8/8 " in file.getvalue()
     assert int(step.update_count.asnumpy()) == len(monitor.records)
 
 
