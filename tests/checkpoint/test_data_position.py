@@ -36,9 +36,8 @@ class Accumulated:
 
     def __init__(self) -> None:
         network = Line(1.0)
-        optimizer = nn.SGD(network.trainable_params(), 0.01)
-        self.trainer = GradAccumulator(optimizer, 4)
-        self.gradients = ms.value_and_grad(network, None, optimizer.parameters)
+        self.trainer = GradAccumulator(nn.SGD(network.trainable_params(), 0.01), 4)
+        self.gradients = ms.value_and_grad(network, None, network.trainable_params())
 
     def __call__(self, x, y):
         self.trainer(self.gradients(x, y)[1])
@@ -138,11 +137,10 @@ def test_a_resumed_loop_sees_what_the_uninterrupted_one_would_have(kind, loop, s
 
 
 def test_model_train_after_a_resumed_loop_begins_at_the_beginning(checkpoints):
-    step, data_set = shared(Stepped).trainer, make_data_set()
+    step, data_set, monitor = shared(Stepped).trainer, make_data_set(), WindowMonitor()
     resume(step, checkpoints[Stepped, 2], data_set)
     for batch in data_set.create_tuple_iterator():
         step(*batch)
-    monitor = WindowMonitor()
     ms.Model(step).train(2, data_set, callbacks=[monitor, FlushAccumulation()])
     assert int(step.batch_count.asnumpy()) == 3 * SIZE
     # After six batches, two are in the window.

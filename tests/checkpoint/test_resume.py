@@ -17,28 +17,22 @@ from mindspore.dataset import NumpySlicesDataset
 from gaccum_ms import (
     Accumulators,
     CountMask,
+    FlushAccumulation,
     GradAccumulator,
     TrainOneStepWithGradAccumulationCell,
     resume,
 )
 from gaccum_ms.record.run_record import OF_DATA_SET
 from tests.checkpoint import resume_worker
-from tests.checkpoint.resume_worker import BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
+from tests.checkpoint.resume_worker import BATCHES, EPOCHS, Seen, everything, make_data_set, make_model
 from tests.support import paths
 from tests.support.modes import eagerly
 from tests.support.programs import Programs
-from tests.support.reference import (
-    OPTIMIZERS,
-    Regression,
-    as_numpy,
-    batches,
-    relative_error,
-)
+from tests.support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error
 from tests.support.reference import make_step as step_of
 from tests.support.state import assert_identical
 
 LAST = EPOCHS * BATCHES
-FORMATS = {"open": "ckpt", "flushed": "safetensors"}
 OPEN_WINDOW = "ignore:For 'GradAccumulationCell', training ended in the middle of a window:UserWarning"
 pytestmark = pytest.mark.filterwarnings(OPEN_WINDOW)
 
@@ -79,40 +73,37 @@ class Reference(NamedTuple):
         return next(self.folder.glob(f"net-{epoch}_{number}.*"))
 
 
-def go_on(model: ms.Model, kind: str, data_set, finished: int, *callbacks: train.Callback) -> Seen:
-    seen = Seen()
-    callbacks = [*(make() for make in KINDS[kind]), seen, *callbacks]
-    model.train(EPOCHS, data_set, callbacks=callbacks, initial_epoch=finished)
-    return seen
-
-
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """Both kinds of trainings, by one compiled model."""
+    """Trainings with and without FlushAccumulation, by one compiled model."""
     made = {}
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.manual_seed(5)
     model, start = make_model(), tmp_path_factory.mktemp("start") / "start.ckpt"
     ms.save_checkpoint(model.train_network, str(start))
 
-    def reference(kind: str) -> Reference:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
+    def reference(*callbacks: train.Callback) -> Reference:
+        if len(callbacks) not in made:
+            folder, seen = tmp_path_factory.mktemp("saved"), Seen()
             resume(model, start)
-            config = train.CheckpointConfig(keep_checkpoint_max=100, format=FORMATS[kind])
-            seen = go_on(model, kind, make_data_set(), 0, train.ModelCheckpoint("net", str(folder), config))
-            made[kind] = Reference(model, folder, start, seen.rows, seen.inputs, everything(model.train_network))
-        return made[kind]
+            config = train.CheckpointConfig(keep_checkpoint_max=100, format="safetensors" if callbacks else "ckpt")
+            saving = train.ModelCheckpoint("net", str(folder), config)
+            model.train(EPOCHS, make_data_set(), callbacks=[*callbacks, seen, saving])
+            end = everything(model.train_network)
+            made[len(callbacks)] = Reference(model, folder, start, seen.rows, seen.inputs, end)
+        return made[len(callbacks)]
 
     return reference
 
 
-@pytest.mark.parametrize(("kind", "places"), [("open", (1, 2, 4, 7)), ("flushed", (6, 8))])
-def test_resumed_after_any_batch_is_bit_identical(references, kind, places):
+@pytest.mark.parametrize(
+    ("callbacks", "places"), [([], (1, 2, 4, 7)), ([FlushAccumulation()], (6, 8))], ids=["open", "flushed"]
+)
+def test_resumed_after_any_batch_is_bit_identical(references, callbacks, places):
     """After each position in a window, and an epoch's last batch; for "flushed", in the tail. The outputs, inputs and
     digest of all Parameters are equal for every later batch, without any compilation. The loss scale has gone down and
     up, and data are shuffled anew in each epoch."""
-    reference = references(kind)
+    reference = references(*callbacks)
     assert [row[0] for row in reference.rows] == list(range(1, LAST + 1))
     scales = [float.fromhex(row[3]) for row in reference.rows]
     assert {after / before for before, after in itertools.pairwise(scales)} == {0.5, 1.0, 2.0}
@@ -121,8 +112,9 @@ def test_resumed_after_any_batch_is_bit_identical(references, kind, places):
     compiled = len(model.train_network.compile_cache)
     for batch in places:
         resume(model, reference.start)
-        data_set = make_data_set()
-        seen = go_on(model, kind, data_set, resume(model, reference.checkpoint(batch), data_set))
+        data_set, seen = make_data_set(), Seen()
+        finished = resume(model, reference.checkpoint(batch), data_set)
+        model.train(EPOCHS, data_set, callbacks=[*callbacks, seen], initial_epoch=finished)
         assert seen.rows == reference.rows[batch:], batch
         assert seen.inputs == reference.inputs[batch:], batch
         assert_identical(everything(model.train_network), reference.end)
@@ -131,13 +123,12 @@ def test_resumed_after_any_batch_is_bit_identical(references, kind, places):
 
 def test_killed_by_kill_9_is_bit_identical(references, tmp_path):
     """A process is killed in mid-window; the next is resumed and runs to the end."""
-    reference = references("open")
-    rows, checkpoint = [], []
+    reference, rows, checkpoint = references(), [], []
     with Programs(paths.python_path()) as programs:
         for number, kill_after in enumerate((6, 0)):
             folder = tmp_path / str(number)
             folder.mkdir()
-            arguments = map(str, (folder, "open", "ckpt", kill_after, *checkpoint))
+            arguments = map(str, (folder, kill_after, *checkpoint))
             finished = programs.run(Path(resume_worker.__file__), *arguments, folder=folder)
             assert finished.returncode == (-signal.SIGKILL if kill_after else 0), finished.stderr[-3000:]
             assert (folder / "end.npz").exists() == (not kill_after)
@@ -408,18 +399,6 @@ def test_without_the_optimizer_all_else_goes_on(tmp_path, pynative):
     assert_identical({name: loaded[name] for name in names}, {name: source[name] for name in names})
     with pytest.raises(TypeError, match="the argument 'optimizer' must be a bool, but got 1"):
         resume(step, file, optimizer=1)
-
-
-def test_some_missing_state_of_a_training_without_accumulation_is_warned_of(tmp_path, pynative):
-    network = Regression()
-    plain = nn.TrainOneStepCell(network, OPTIMIZERS["momentum"](network.trainable_params())).set_train()
-    run(plain, [3])
-    ms.save_checkpoint(plain, str(tmp_path / "plain.ckpt"))
-    file = edited(tmp_path / "plain.ckpt", tmp_path / "edited.ckpt", losing("moments.out"))
-    step = make_step("momentum", factor=0.0, micro_size=2)
-    with pytest.warns(UserWarning, match=r"edited.ckpt' has no moments.out of the optimizer's state, which stay as"):
-        resume(step, file)
-    assert_identical(everything(step.network), everything(network))
 
 
 def test_an_accumulator_finishes_a_cells_window_by_samples_alone(in_mid_window, pynative):
