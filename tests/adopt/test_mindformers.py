@@ -155,14 +155,6 @@ def test_parts_of_a_loss_that_mindformers_monitor_would_read_are_refused(monkeyp
     adopted._refuse_parts_of_loss(trainer, network)
 
 
-def test_a_schedule_for_which_models_return_other_losses_is_refused(parallel_context):
-    config = SimpleNamespace(micro_batch_interleave_num=1, parallel_config=SimpleNamespace(seq_split_num=1))
-    adopted._check_settings(SimpleNamespace(config=config))
-    parallel_context(pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"})
-    with pytest.raises(ValueError, match="'pipeline_scheduler' must not be 'zero_bubble_v'"):
-        adopted._check_settings(SimpleNamespace(config=config))
-
-
 def test_rates_of_groups_are_recorded(pynative):
     """Where mindformers' monitor reads them, after two updates of a warm-up; the step returns the default rate."""
     from mindformers.core.lr import ConstantWarmUpLR
