@@ -78,6 +78,23 @@ def test_mindformers_skips_an_update_whose_norm_is_the_threshold(threshold, weig
     assert trained(adopt.mindformers.train_step, **given)[0] == weight
 
 
+@pytest.mark.parametrize(
+    ("function", "given", "words"),
+    [
+        (adopt.mindcv.train_step, {"scale_sense": "dynamic"}, "'scale_sense' must be a number, a Tensor, a Cell"),
+        (adopt.mindcv.train_step, {"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' must be at least"),
+        (adopt.mindformers.train_step, {"local_norm": True}, "'local_norm' must be left out"),
+        (adopt.mindocr.train_step, {"clip_grad": "norm"}, "'clip_grad' must be a bool"),
+        (adopt.mindone.train_step, {"zero_helper": object()}, "'zero_helper' must be left out.*ShardedOptimizer"),
+        (adopt.mindone.train_step, {"ema": 0.9}, "'ema' must be"),
+        (adopt.mindone.transformers_train_step, {"clip_grad": "most"}, "'clip_grad' must be one of"),
+    ],
+)
+def test_errors(function, given, words, pynative):
+    with pytest.raises((TypeError, ValueError), match=words):
+        trained(function, **given)
+
+
 def test_loss_scales_of_mindspore_become_ours():
     manager = common.scale_of("step", DynamicLossScaler(64.0, 2, 100))
     assert (manager.loss_scale_value, float(manager.scale_factor), float(manager.scale_window)) == (64.0, 2.0, 100.0)
@@ -122,6 +139,10 @@ def test_mindyolos_losses_are_sums_or_means(loss, reduction):
     optimizer = nn.SGD(network.trainable_params(), 1.0)
     step = adopt.mindyolo.train_step("detect", network, loss(), optimizer, 1.0, StaticLossScaler(1.0))
     assert step.options.reduction == reduction
+    with pytest.raises(
+        ValueError, match="'reduction' must be given for a loss that is not mindyolo's, but got a 'Line'"
+    ):
+        adopt.mindyolo.train_step("detect", network, Line(), optimizer, 1.0, StaticLossScaler(1.0))
 
 
 class Average(nn.Cell):

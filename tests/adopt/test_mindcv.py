@@ -82,18 +82,5 @@ def test_create_trainer_and_state_monitor(tmp_path):
     assert f"{accuracy:.4%}" in (tmp_path / "result.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ({"scale_sense": "dynamic"}, TypeError, "'scale_sense' must be a number, a Tensor, a Cell"),
-        ({"clip_grad": 1}, TypeError, "'clip_grad' must be a bool"),
-        ({"gradient_accumulation_steps": 0}, ValueError, "'gradient_accumulation_steps' must be at least 1"),
-    ],
-)
-def test_errors(given, error, words):
-    with pytest.raises(error, match=words):
-        trained(of_ours(**given), [])
-
-
 def test_arguments():
     assert_takes_arguments_of(adopted.train_step, theirs.TrainStep.__init__)

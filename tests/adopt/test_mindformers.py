@@ -109,19 +109,6 @@ def test_losses_in_parts_and_tokens_that_weigh_alike(monkeypatch):
     np.testing.assert_allclose(own, reference, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"local_norm": True}, "'local_norm' must be left out"),
-        ({"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' must be at least 1"),
-    ],
-)
-def test_errors(given, words):
-    network = nn.Dense(2, 2)
-    with pytest.raises(ValueError, match=words):
-        adopted.train_step(network, nn.SGD(network.trainable_params()), **given)
-
-
 class Expert(nn.Cell):
     """Counts what its tokens are, as mindformers' experts do."""
 

@@ -6,8 +6,7 @@ import functools
 
 import mindspore as ms
 import numpy as np
-import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
 from gaccum_ms.adopt import mindone as adopted
 from tests.support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
@@ -100,19 +99,6 @@ def test_diffusers_the_epochs_tail_is_divided_by_its_own_batches(mode):
         assert loss.shape == ()
         np.testing.assert_array_equal(returned.asnumpy(), x)  # the second value that `forward` returns
     assert int(ours.step.update_count.asnumpy()) == 2
-
-
-def test_errors():
-    for given, error, words in (
-        ({"zero_helper": object()}, ValueError, "'zero_helper' must be left out.*ShardedOptimizer"),
-        ({"ema": averaging}, TypeError, "'ema' must be"),
-    ):
-        with pytest.raises(error, match=words):
-            trained(of_ours(**given), [])
-    with pytest.raises(ValueError, match="'clip_grad' must be one of"):
-        trained(of_ours_for_adapter(clip_grad="most"), [])
-    with pytest.raises(TypeError, match=r"must be a 'mindone\.diffusers\.training_utils\.TrainStep'"):
-        adopted.diffusers_train_step(nn.Dense(2, 2))
 
 
 def test_arguments():

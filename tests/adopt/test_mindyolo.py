@@ -97,27 +97,5 @@ def test_its_own_average_and_a_dynamic_scale(ms_jit, pynative):
     assert int(ours.ema.updates.asnumpy()) == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"task": "classify"}, "'task' must be one of"),
-        ({"reduction": None}, "'reduction' must be given for a loss that is not mindyolo's, but got a 'MeanLoss'"),
-        ({"micro_size": 2}, "'micro_size' must be left out"),
-        ({"overflow_still_update": True, "scaler": DynamicLossScaler(2, 2, 2)}, "need a fixed loss scale"),
-    ],
-)
-def test_errors(given, words):
-    network = Predictor()
-    arguments = {"task": "detect", "scaler": StaticLossScaler(1.0), "reduction": "mean", **given}
-    with pytest.raises(ValueError, match=words):
-        adopted.train_step(
-            network=network,
-            loss_fn=MeanLoss(),
-            optimizer=nn.SGD(network.trainable_params()),
-            loss_ratio=1.0,
-            **arguments,
-        )
-
-
 def test_arguments():
     assert_takes_arguments_of(adopted.train_step, step_factory.create_train_step_fn)
