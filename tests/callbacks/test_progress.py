@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import re
 import sys
 from types import SimpleNamespace
@@ -119,6 +120,33 @@ def test_a_narrow_terminal_does_without_the_last_numbers(monkeypatch, pynative):
     assert len(last) <= 35
     assert re.match(r"Epoch 2/2 \|#.*\| 8/8 .*<", last)
     assert "loss" not in last
+
+
+NOTEBOOK = """
+import mindspore as ms
+import numpy as np
+from gaccum_ms import GradAccumulationCell, ProgressBar
+
+net = ms.nn.Dense(1, 1)
+cell = GradAccumulationCell(ms.nn.WithLossCell(net, ms.nn.MSELoss()), 2)
+model = ms.Model(cell, optimizer=ms.nn.SGD(cell.trainable_params(), 0.01))
+data = ms.dataset.NumpySlicesDataset((np.ones((8, 1), np.float32),) * 2).batch(2)
+model.train(2, data, callbacks=[ProgressBar(refresh_seconds=0)])
+"""
+
+
+def test_a_notebook_shows_the_bar_as_a_widget():
+    """A kernel runs the cell, as in a notebook."""
+    for module in ("ipykernel", "ipywidgets"):
+        pytest.importorskip(module, reason=f"{module} is in the extra 'test'")
+    from jupyter_client.manager import run_kernel
+
+    messages = []
+    with run_kernel() as client:
+        client.execute_interactive(NOTEBOOK, timeout=300, output_hook=messages.append)
+    texts = json.dumps([message["content"] for message in messages], ensure_ascii=False, default=str)
+    assert "application/vnd.jupyter.widget-view+json" in texts
+    assert all(f" {number}/8 " in texts.replace("\u2007", " ") for number in range(9)), texts  # tqdm's space in HTML
 
 
 def test_the_device_is_read_only_when_a_bar_is_drawn(capfd, monkeypatch, tmp_path, pynative):
