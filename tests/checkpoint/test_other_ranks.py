@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+from mindspore.dataset import NumpySlicesDataset
 
 from gaccum_ms import GradAccumulator, resume
 from gaccum_ms.accumulation.sums import BATCHES, SUMS
@@ -161,23 +161,6 @@ def test_a_gradient_that_grows_with_the_ranks_is_warned_of(rule, mean, factor):
         ms.set_auto_parallel_context(parallel_mode=mode, gradients_mean=mean_before)
     assert (f"gradients_mean={mean} makes their gradients {factor} times" in warning) == bool(factor)
     assert bool(warning) == bool(factor)
-
-
-def test_batches_that_the_source_itself_yields_are_known_by_what_the_step_saw():
-    def batches_of(size: int) -> Any:
-        return GeneratorDataset([(np.ones((size, 1)),)] * 6, ["x"], shuffle=False, num_shards=1, shard_id=0)
-
-    values = checkpoint(2, 2, 3, epoch_batches=6, batch_samples=4)
-    assert counted(values, 1, 2, batches_of(8))["batch_count"] == 3
-    with pytest.raises(ValueError, match="6 batches of all ranks, and 12"):
-        counted(values, 1, 2, batches_of(5))
-
-
-@pytest.mark.parametrize(("steps", "expected"), [(8, (2, 8)), (4, (1, 4))])
-def test_without_a_data_set_the_number_of_batches_tells_the_form(steps, expected):
-    got = counted(checkpoint(2, 4, 1, epoch_batches=6), 1, steps, None)
-    assert (got["window_position"], got["window_steps"]) == expected
-    assert got["batch_count"] == 2
 
 
 def test_a_rank_does_not_draw_what_another_draws():
