@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,13 +73,6 @@ def dicts(data_set, first):
         yield ((ms.Tensor(row["x"]), ms.Tensor(row["y"])) for row in iterator)
 
 
-def leaving_early(data_set, first):
-    """An epoch that stops before its end."""
-    yield itertools.islice(data_set.create_tuple_iterator(["x", "y"], 1), 1)
-    for _ in range(first + 1, EPOCHS):
-        yield data_set
-
-
 def one_iterator(data_set, first):
     iterator = data_set.create_tuple_iterator(num_epochs=EPOCHS)
     for _ in range(first, EPOCHS):
@@ -119,7 +111,7 @@ def checkpoints(tmp_path_factory):
     [
         (Stepped, tuples, 6, make_data_set),
         (Accumulated, dicts, 8, make_data_set),
-        (Stepped, leaving_early, 2, make_generator),
+        (Stepped, tuples, 2, make_generator),
         (Stepped, one_iterator, 15, make_generator),
     ],
 )
@@ -130,8 +122,6 @@ def test_a_resumed_loop_sees_what_the_uninterrupted_one_would_have(kind, loop, s
     finished = resume(train_on.trainer, checkpoints[kind, saved], data_set)
     assert finished == saved // SIZE
     expected = [whole[finished][saved % SIZE :], *whole[finished + 1 :]]
-    if loop is leaving_early:
-        expected[0] = expected[0][:1]
     assert train(train_on, loop, data_set, finished) == expected
     assert data_set.get_dataset_size() == SIZE
 

@@ -50,19 +50,16 @@ def test_resume_takes_the_newest_of_a_folder(three):
     assert len(list(folder.iterdir())) == 3, "nothing is set aside"
 
 
-def test_a_folder_that_is_empty_or_not_there_is_the_beginning(tmp_path):
+def test_an_empty_folder_is_the_beginning_and_one_with_nothing_that_can_be_read_is_refused(tmp_path):
+    """Training from the beginning would soon delete what is there."""
     step = make_step()
     before = everything(step)
     assert resume(step, tmp_path) == resume(step, tmp_path / "missing") == 0
     assert_identical(everything(step), before)
-
-
-def test_a_folder_with_nothing_that_can_be_read_is_refused(tmp_path):
-    """Training from the beginning would soon delete what is there."""
     (tmp_path / "net-1_4.ckpt").write_bytes(b"damaged")
     message = r"the folder .* but got 1 file\(s\) that cannot, .* Remove them"
     with pytest.warns(UserWarning, match="is passed over"), pytest.raises(ValueError, match=message):
-        resume(make_step(), tmp_path)
+        resume(step, tmp_path)
 
 
 def test_of_equal_times_the_numbers_in_the_names_decide(three, tmp_path):

@@ -18,7 +18,6 @@ from gaccum_ms import (
     Accumulators,
     CountMask,
     FlushAccumulation,
-    GradAccumulator,
     TrainOneStepWithGradAccumulationCell,
     resume,
 )
@@ -399,19 +398,6 @@ def test_without_the_optimizer_all_else_goes_on(tmp_path, pynative):
     assert_identical({name: loaded[name] for name in names}, {name: source[name] for name in names})
     with pytest.raises(TypeError, match="the argument 'optimizer' must be a bool, but got 1"):
         resume(step, file, optimizer=1)
-
-
-def test_an_accumulator_finishes_a_cells_window_by_samples_alone(in_mid_window, pynative):
-    network = Regression()
-    accumulator = GradAccumulator(OPTIMIZERS["sgd"](network.trainable_params()), 4)
-    resume(accumulator, in_mid_window())
-    batch = list(map(Tensor, batch_of(3)[:2]))
-    _, gradients = ms.value_and_grad(network, None, accumulator.weights)(*batch)
-    with pytest.raises(ValueError, match=r"weigh by batches after 3 batch\(es\) that weigh by samples"):
-        accumulator(gradients)
-    _, gradients = accumulator.value_and_grad(network)(*batch)
-    assert accumulator(tuple(gradients)) is True
-    assert_updates(accumulator, [[0, 1, 2, 3]], 1e-5)
 
 
 # -- to and from trainings without accumulation ------------------------------------------------------------------------
