@@ -16,15 +16,9 @@ from gaccum_ms import ClipByValue, adopt
 from gaccum_ms.adopt import common
 
 FUNCTIONS = [
-    adopt.mindcv.train_step,
-    adopt.mindcv.create_trainer,
-    adopt.mindcv.state_monitor,
-    adopt.mindformers.train_step,
-    adopt.mindocr.train_step,
-    adopt.mindone.train_step,
-    adopt.mindone.transformers_train_step,
-    adopt.mindone.diffusers_train_step,
-    adopt.mindyolo.train_step,
+    *(getattr(adopt, name).train_step for name in dir(adopt)),
+    *(adopt.mindcv.create_trainer, adopt.mindcv.state_monitor),
+    *(adopt.mindone.transformers_train_step, adopt.mindone.diffusers_train_step),
 ]
 
 
@@ -48,13 +42,12 @@ def test_another_name():
     assert dir(adopt) == ["mindcv", "mindformers", "mindocr", "mindone", "mindyolo"]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda one: f"{one.__module__.rsplit('.', 1)[1]}-{one.__name__}")
-def test_docstrings_name_all_arguments(function):
-    text = inspect.getdoc(function)
-    documented = set(re.findall(r"^    \**(\w+) \(", text, re.MULTILINE))
-    assert documented == set(inspect.signature(function).parameters)
-    for section in ("Args:", "Returns:", "Raises:"):
-        assert section in text
+def test_docstrings_name_all_arguments():
+    for function in FUNCTIONS:
+        text = inspect.getdoc(function)
+        documented = set(re.findall(r"^    \**(\w+) \(", text, re.MULTILINE))
+        assert documented == set(inspect.signature(function).parameters), function
+        assert all(section in text for section in ("Args:", "Returns:", "Raises:")), function
 
 
 class Line(nn.Cell):
@@ -68,28 +61,38 @@ class Line(nn.Cell):
         return (self.weight * x).mean()
 
 
-@pytest.mark.parametrize(
-    ("threshold", "weight"), [(2.0, 1.0), (float(np.nextafter(np.float32(2), np.float32(3))), -1.0)]
-)
-def test_mindformers_skips_an_update_whose_norm_is_the_threshold(threshold, weight, pynative):
-    """As its own step, which updates if the norm is less."""
-    network = Line()
-    step = adopt.mindformers.train_step(
-        network,
-        nn.SGD(network.trainable_params(), 1.0),
-        use_skip_data_by_global_norm=True,
-        global_norm_spike_threshold=threshold,
-    ).set_train()
-    step(Tensor([2.0]))
-    assert network.weight.asnumpy() == [weight]
-
-
 def trained(train_step, x=2.0, **given):
     """The weight of a `Line` after one update with a rate of 1, and what the step returned."""
     network = Line()
     step = train_step(network, nn.SGD(network.trainable_params(), 1.0), **given).set_train()
     outputs = step(Tensor([x]))
     return network.weight.asnumpy().item(), outputs
+
+
+@pytest.mark.parametrize(
+    ("threshold", "weight"), [(2.0, 1.0), (float(np.nextafter(np.float32(2), np.float32(3))), -1.0)]
+)
+def test_mindformers_skips_an_update_whose_norm_is_the_threshold(threshold, weight, pynative):
+    """As its own step, which updates if the norm is less."""
+    given = {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": threshold}
+    assert trained(adopt.mindformers.train_step, **given)[0] == weight
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "words"),
+    [
+        (adopt.mindcv.train_step, {"scale_sense": "dynamic"}, "'scale_sense' must be a number, a Tensor, a Cell"),
+        (adopt.mindcv.train_step, {"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' must be at least"),
+        (adopt.mindformers.train_step, {"local_norm": True}, "'local_norm' must be left out"),
+        (adopt.mindocr.train_step, {"clip_grad": "norm"}, "'clip_grad' must be a bool"),
+        (adopt.mindone.train_step, {"zero_helper": object()}, "'zero_helper' must be left out.*ShardedOptimizer"),
+        (adopt.mindone.train_step, {"ema": 0.9}, "'ema' must be"),
+        (adopt.mindone.transformers_train_step, {"clip_grad": "most"}, "'clip_grad' must be one of"),
+    ],
+)
+def test_errors(function, given, words, pynative):
+    with pytest.raises((TypeError, ValueError), match=words):
+        trained(function, **given)
 
 
 def test_loss_scales_of_mindspore_become_ours():
@@ -136,6 +139,10 @@ def test_mindyolos_losses_are_sums_or_means(loss, reduction):
     optimizer = nn.SGD(network.trainable_params(), 1.0)
     step = adopt.mindyolo.train_step("detect", network, loss(), optimizer, 1.0, StaticLossScaler(1.0))
     assert step.options.reduction == reduction
+    with pytest.raises(
+        ValueError, match="'reduction' must be given for a loss that is not mindyolo's, but got a 'Line'"
+    ):
+        adopt.mindyolo.train_step("detect", network, Line(), optimizer, 1.0, StaticLossScaler(1.0))
 
 
 class Average(nn.Cell):

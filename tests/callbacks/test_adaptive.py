@@ -44,11 +44,9 @@ def steps_of(callback):
     return [record.accumulation_steps for record in callback.records]
 
 
-@pytest.mark.core(rule="linear")
-@pytest.mark.parametrize("rule", ["linear", "sqrt", None])
-def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, tmp_path):
+def test_windows_grow_to_the_noise_scale_and_the_rate_follows(tmp_path):
     """A batch of 8 samples grows to about 40, by doubling; the final number of batches is within the tolerance of 5."""
-    callback = AdaptiveAccumulation(learning_rate=rule, smoothing=0.999, json_lines=tmp_path / "log" / "steps.jsonl")
+    callback = AdaptiveAccumulation(smoothing=0.999, json_lines=tmp_path / "log" / "steps.jsonl")
     monitor = WindowMonitor()
     step = fit(callback, samples=1200, callbacks=[monitor])
     steps = steps_of(callback)
@@ -56,8 +54,7 @@ def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, tmp_path):
     assert 5 / 1.5 < steps[-1] < 5 * 1.5
     assert len(steps) <= 4
     assert int(step.accumulation_steps.asnumpy()) == steps[-1]
-    exponent = {"linear": 1.0, "sqrt": 0.5, None: 0.0}[rule]
-    rates = [RATE * number**exponent for number in steps]
+    rates = [RATE * number for number in steps]
     np.testing.assert_allclose([record.learning_rate for record in callback.records], rates, rtol=1e-5)
     np.testing.assert_allclose(current_learning_rate(step.optimizer), rates[-1], rtol=1e-5)
     # each change comes between two windows, at a comparison, and matches its record
@@ -72,57 +69,37 @@ def test_windows_grow_to_the_noise_scale_and_the_rate_follows(rule, tmp_path):
     assert lines == [record._asdict() for record in callback.records]
 
 
-@pytest.mark.core("most")
 @pytest.mark.parametrize(
-    ("options", "micro_size", "own", "expected"),
+    ("options", "own", "expected"),
     [
-        ({"max_steps": 3}, 4, 1, [2, 3]),
-        ({"tolerance": 8.0}, 4, 1, []),
-        ({"target": 0.2, "min_steps": 3}, 4, 8, [4, 3]),
-        ({"target": 0.2}, 1, 8, [4, 2]),
+        ({"max_steps": 3}, {}, [2, 3]),
+        ({"tolerance": 8.0}, {}, []),
+        ({"target": 0.5, "min_steps": 3}, {}, [3]),
+        ({"target": 0.2}, {"micro_size": 1, "accumulation_steps": 8}, [4, 2]),
     ],
     ids=["most", "tolerance", "least", "one micro-batch is not enough"],
 )
-def test_bounds(options, micro_size, own, expected):
+def test_bounds(options, own, expected):
     """A window of a single micro-batch gives no estimate: such windows would stay for ever."""
     callback = AdaptiveAccumulation(smoothing=0.999, **options)
-    samples = 2560 if own == 8 else 1200  # some windows of the last number of batches are compared too
-    own_options = {} if (micro_size, own) == (4, 1) else {"micro_size": micro_size, "accumulation_steps": own}
-    fit(callback, samples=samples, **own_options)
+    fit(callback, samples=2560 if own else 1200, **own)  # windows of the last number of batches are compared too
     assert steps_of(callback) == expected
 
 
-@pytest.mark.thorough
-def test_negative_control_without_tolerance_and_averages_it_wavers():
-    calm = AdaptiveAccumulation(smoothing=0.999, interval=5)
-    hasty = AdaptiveAccumulation(smoothing=0.0, interval=1, tolerance=1.001)
-    for callback in (calm, hasty):
-        fit(callback, samples=2000)
-    assert len(calm.records) < 8
-    assert len(hasty.records) > 12
-
-
-@pytest.mark.thorough
 def test_a_resumed_step_goes_on_with_its_number_and_rate(tmp_path):
-    step = fit(AdaptiveAccumulation(max_steps=4, smoothing=0.999), samples=2000)
+    step = fit(AdaptiveAccumulation(max_steps=4, smoothing=0.999), samples=600)
     assert int(step.accumulation_steps.asnumpy()) == 4
     ms.save_checkpoint(step, str(tmp_path / "step.ckpt"))
-    first, later = ms.Model(make_step()), ms.Model(make_step(accumulation_steps=2))
-    resume(first, tmp_path / "step.ckpt")
+    model = ms.Model(reused_step())
+    assert int(model.train_network.accumulation_steps.asnumpy()) == 1
+    resume(model, tmp_path / "step.ckpt")
     callback = AdaptiveAccumulation(max_steps=4, smoothing=0.999)
-    step = fit(callback, model=first, samples=800)
+    step = fit(callback, model=model, samples=800)
     assert steps_of(callback) == []
     assert int(step.window_steps.asnumpy()) == 4
     np.testing.assert_allclose(current_learning_rate(step.optimizer), RATE * 4, rtol=1e-5)
-    # so does a step of a cell with another number: its rate follows from the resumed one
-    resume(later, tmp_path / "step.ckpt")
-    callback = AdaptiveAccumulation(min_steps=2, max_steps=2)
-    fit(callback, model=later, samples=800)
-    assert [(record.batch_size, record.accumulation_steps) for record in callback.records] == [(32, 2)]
-    np.testing.assert_allclose(current_learning_rate(later.train_network.optimizer), RATE * 2, rtol=1e-5)
 
 
-@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_ranks_do_the_same(rank_pair, tmp_path):
     """Rank 1's own estimate differs; without agreement the ranks would wait for each other for ever."""
@@ -145,24 +122,14 @@ def test_two_ranks_do_the_same(rank_pair, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"target": "1"}, TypeError, "'target' must be a float, but got '1'"),
-        ({"target": 0}, ValueError, "'target' must be positive and finite, but got 0"),
         ({"target": float("inf")}, ValueError, "'target' must be positive and finite, but got inf"),
         ({"tolerance": 1.0}, ValueError, "'tolerance' must be larger than 1, but got 1.0"),
         ({"tolerance": True}, TypeError, "'tolerance' must be a float, but got True"),
-        ({"min_steps": 0}, ValueError, "'min_steps' must be at least 1, but got 0"),
-        ({"max_steps": 2.0}, TypeError, "'max_steps' must be an int, but got 2.0"),
-        (
-            {"min_steps": 4, "max_steps": 2},
-            ValueError,
-            "'max_steps' must not be less than 'min_steps', but got 2 and 4",
-        ),
+        ({"min_steps": 4, "max_steps": 2}, ValueError, "must not be less than 'min_steps', but got 2 and 4"),
         ({"interval": 0}, ValueError, "'interval' must be at least 1, but got 0"),
-        ({"smoothing": 1.0}, ValueError, "'smoothing' must be at least 0 and below 1, but got 1.0"),
         ({"json_lines": 1}, TypeError, "'json_lines' must be a path, but got 1"),
     ],
 )
 def test_bad_arguments_are_refused(options, error, text):
-    with pytest.raises(error, match=re.escape(text)) as caught:
+    with pytest.raises(error, match=f"^For 'AdaptiveAccumulation', .*{re.escape(text)}"):
         AdaptiveAccumulation(**options)
-    assert str(caught.value).startswith("For 'AdaptiveAccumulation', ")

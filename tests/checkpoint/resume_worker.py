@@ -1,4 +1,4 @@
-"""A training that can be killed, for test_resume.py: `resume_worker.py FOLDER KIND FORMAT KILL_AFTER [CHECKPOINT]`.
+"""A training that can be killed, for test_resume.py: `resume_worker.py FOLDER KILL_AFTER [CHECKPOINT]`.
 
 It saves a checkpoint into FOLDER/saved after every batch, appends each batch's results to FOLDER/seen.jsonl, and kills
 itself after batch KILL_AFTER of the whole training (0: never). With CHECKPOINT it resumes from this file.
@@ -18,12 +18,11 @@ import numpy as np
 from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import FlushAccumulation, GradAccumulationCell, resume
+from gaccum_ms import GradAccumulationCell, resume
 from tests.support.reference import Regression, batches
 
 BATCH, BATCHES, EPOCHS, STEPS = 6, 7, 3, 4
 # Windows are batches 1-4, 5-8, 9-12, 13-16, 17-20, and one remains; with flush 1-4, 5-7, 8-11, 12-14, 15-18, 19-21.
-KINDS = {"open": [], "flushed": [FlushAccumulation]}
 
 
 class LoudRegression(Regression):
@@ -42,13 +41,9 @@ def make_model() -> ms.Model:
     return ms.Model(cell, optimizer=optimizer, loss_scale_manager=manager)
 
 
-def samples() -> tuple[np.ndarray, np.ndarray]:
-    return batches(BATCH * BATCHES, 1)[0]
-
-
 def make_data_set():
     ms.dataset.config.set_seed(11)
-    return NumpySlicesDataset(samples(), ["x", "y"], shuffle=True).batch(BATCH)
+    return NumpySlicesDataset(batches(BATCH * BATCHES, 1)[0], ["x", "y"], shuffle=True).batch(BATCH)
 
 
 def everything(step: nn.Cell) -> dict[str, np.ndarray]:
@@ -77,31 +72,25 @@ class Seen(train.Callback):
                 file.write(json.dumps(self.rows[-1]) + "\n")
 
 
-class KillAfter(train.Callback):
-    def __init__(self, batch: int):
-        super().__init__()
-        self.batch = batch
-
-    def on_train_step_end(self, run_context):
-        if int(run_context.original_args().train_network.batch_count.asnumpy()) == self.batch:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def main(folder: Path, kind: str, file_format: str, kill_after: int, checkpoint: Path | None = None) -> None:
+def main(folder: Path, kill_after: int, checkpoint: Path | None = None) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.manual_seed(5 if checkpoint is None else 6)  # a resumed run must get the first run's generator state
     model, data_set = make_model(), make_data_set()
     finished = 0 if checkpoint is None else resume(model, checkpoint, data_set)
-    config = train.CheckpointConfig(save_checkpoint_steps=1, keep_checkpoint_max=100, format=file_format)
+
+    def kill(run_context):
+        if int(run_context.original_args().train_network.batch_count.asnumpy()) == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    config = train.CheckpointConfig(save_checkpoint_steps=1, keep_checkpoint_max=100)
     callbacks = [
-        *(make() for make in KINDS[kind]),
         train.ModelCheckpoint("net", str(folder / "saved"), config),
         Seen(folder / "seen.jsonl"),
-        KillAfter(kill_after),
+        train.LambdaCallback(on_train_step_end=kill),
     ]
     model.train(EPOCHS, data_set, callbacks=callbacks, initial_epoch=finished)
     np.savez(folder / "end.npz", **everything(model.train_network))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), *map(Path, sys.argv[5:]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:]))

@@ -11,13 +11,14 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+from mindspore.dataset import NumpySlicesDataset
 
 from gaccum_ms import GradAccumulator, resume
 from gaccum_ms.accumulation.sums import BATCHES, SUMS
 from gaccum_ms.backend.data_sets import epoch_of
 from gaccum_ms.backend.parameters import own
 from gaccum_ms.checkpoint.other_ranks import counted_here
+from gaccum_ms.checkpoint.rank_files import of_rank
 from gaccum_ms.record.run_record import RULES, numbers_of
 
 SAMPLES = 48
@@ -71,7 +72,7 @@ FORMS = {"larger batches": lambda ranks: (8 // ranks, 2), "more batches": lambda
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("saved", "ranks"), [(2, 1), (4, 1), (4, 2), (1, 2), (2, 4), (2, 2)])
+@pytest.mark.parametrize(("saved", "ranks"), [(4, 1), (4, 2), (2, 4), (2, 2)])
 def test_other_ranks_go_on_at_the_same_sample_of_the_same_window(form, saved, ranks):
     """Half a window after the first epoch, without a warning."""
     batch, steps = FORMS[form](saved)
@@ -89,30 +90,15 @@ def test_other_ranks_go_on_at_the_same_sample_of_the_same_window(form, saved, ra
     }
 
 
-def test_one_form_may_follow_the_other():
-    values = checkpoint(2, 2, 3, slices(4, 2))
-    got = counted(values, 1, 4, slices(4, 1))
-    assert (got["batch_count"], got["window_position"], got["window_steps"]) == (6, 2, 4)
-
-
 def test_a_number_of_batches_that_a_schedule_has_set_is_that_of_all_ranks():
     values = checkpoint(2, 4, 8, slices(2, 2), accumulation_steps=6, rate_steps=6)
     got = counted(values, 1, 8, slices(2, 1))
     assert (got["accumulation_steps"], got["rate_steps"]) == (12, 12)
 
 
-@pytest.mark.parametrize(("seen", "position"), [(3, 3), (4, 4), (5, 5)])
-def test_the_last_batch_of_an_epoch_may_be_smaller(seen, position):
-    """Twenty samples are batches of 8, 8 and 4, on two ranks as on one."""
-    values = checkpoint(2, 2, seen, slices(4, 2, 20))
-    assert counted(values, 1, 2, slices(8, 1, 20))["batch_count"] == position
-
-
 def test_a_smaller_last_batch_is_warned_of_where_windows_then_end_elsewhere():
     values = checkpoint(2, 4, 4, slices(4, 2, 20))
-    warning = warning_of(values, 1, 8, slices(4, 1, 20))
-    assert "an epoch's 20 samples are no whole batches" in warning
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="an epoch's 20 samples are no whole batches"):
         assert counted(values, 1, 8, slices(4, 1, 20))["batch_count"] == 5 + 2
 
 
@@ -126,9 +112,8 @@ def test_a_smaller_last_batch_is_warned_of_where_windows_then_end_elsewhere():
         (lambda: checkpoint(2, 1, 3, slices(2, 2)), 1, 2, lambda: slices(8, 1), r"\[3\] .*: 12 samples .*, and 8 in"),
         # One batch of two is half a window of each of two ranks, and so a quarter of theirs.
         (lambda: checkpoint(1, 4, 1), 2, 2, lambda: None, "'window_position' of 1, .* 0.5"),
-        (lambda: checkpoint(1, 8, 8, slices(2, 1), accumulation_steps=5), 2, 4, lambda: slices(2, 2), "'acc.* of 5"),
     ],
-    ids=["samples that ranks repeat", "another data set", "batches", "window", "schedule"],
+    ids=["samples that ranks repeat", "another data set", "batches", "window"],
 )
 def test_what_does_not_divide_is_refused_with_both_numbers(values, ranks, steps, data_set, message):
     with pytest.raises(ValueError, match=f"^For 'resume', .*{message}"):
@@ -149,25 +134,19 @@ def test_what_does_not_divide_is_refused_with_both_numbers(values, ranks, steps,
             "'shuffle' orders the samples of each rank alone",
         ),
         (
-            lambda: checkpoint(1, 2, 4, slices(8, 1, num_shards=None, shard_id=None, shuffle=True)),
-            lambda: (2, 2, slices(4, 2, shuffle=True)),
-            "the data set of the run that saved had another order",
-        ),
-        (
             lambda: checkpoint(2, 1, 4, epoch_batches=0),
             lambda: (1, 1, slices(4, 1)),
             "the checkpoint does not say how large a batch was",
         ),
     ],
-    ids=["update", "order", "order when saved", "nothing known"],
+    ids=["update", "order", "nothing known"],
 )
 def test_one_warning_says_in_what_the_next_updates_differ(values, arguments, message):
     assert message in warning_of(values(), *arguments())
 
 
 @pytest.mark.parametrize(
-    ("rule", "mean", "factor"),
-    [("samples", True, ""), ("samples", False, "0.5"), ("sums", True, "2"), ("sums", False, ""), ("counts", False, "")],
+    ("rule", "mean", "factor"), [("samples", True, ""), ("samples", False, "0.5"), ("sums", True, "2")]
 )
 def test_a_gradient_that_grows_with_the_ranks_is_warned_of(rule, mean, factor):
     """From four ranks to two: as in MindSpore's own step, ranks are averaged or summed, whatever the loss is."""
@@ -184,35 +163,11 @@ def test_a_gradient_that_grows_with_the_ranks_is_warned_of(rule, mean, factor):
     assert bool(warning) == bool(factor)
 
 
-def test_a_checkpoint_of_an_older_version_goes_on_with_as_many_batches():
-    values = checkpoint(2, 4, 4, epoch_batches=6)
-    assert counted(values, 1, 8, slices(4, 1))["batch_count"] == 8
-    with pytest.raises(ValueError, match=r"got 6 an epoch on each of 1 rank\(s\), .* has 6 on each of 2: 6 batches"):
-        counted(values, 1, 4, slices(8, 1))
-
-
-def test_batches_that_the_source_itself_yields_are_known_by_what_the_step_saw():
-    def batches_of(size: int) -> Any:
-        return GeneratorDataset([(np.ones((size, 1)),)] * 6, ["x"], shuffle=False, num_shards=1, shard_id=0)
-
-    values = checkpoint(2, 2, 3, epoch_batches=6, batch_samples=4)
-    assert counted(values, 1, 2, batches_of(8))["batch_count"] == 3
-    with pytest.raises(ValueError, match="6 batches of all ranks, and 12"):
-        counted(values, 1, 2, batches_of(5))
-
-
-def test_a_loop_goes_on_by_the_samples_that_its_step_saw():
-    """No data set was named when it began, so that its epoch is taken to be the present one."""
-    values = checkpoint(2, 2, 7, epoch_batches=0, batch_samples=4)
-    assert counted(values, 1, 2, slices(8, 1))["batch_count"] == 7
-    assert counted(values, 1, 4, slices(4, 1))["batch_count"] == 14
-
-
-@pytest.mark.parametrize(("steps", "expected"), [(8, (2, 8)), (4, (1, 4)), (3, (1, 4))])
-def test_without_a_data_set_the_number_of_batches_tells_the_form(steps, expected):
-    got = counted(checkpoint(2, 4, 1, epoch_batches=6), 1, steps, None)
-    assert (got["window_position"], got["window_steps"]) == expected
-    assert got["batch_count"] == 2
+def test_a_rank_does_not_draw_what_another_draws():
+    saved = {own("window_origin"): np.array([0, 2]), own("random_state"): np.zeros(3), "weight": np.ones(2)}
+    files = [(Path("rank0.ckpt"), saved)]
+    assert of_rank(files, rank=0, ranks=2) == saved
+    assert of_rank(files, rank=1, ranks=2).keys() == saved.keys() - {own("random_state")}
 
 
 @pytest.mark.usefixtures("pynative")

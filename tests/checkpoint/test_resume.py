@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import signal
@@ -18,28 +17,21 @@ from mindspore.dataset import NumpySlicesDataset
 from gaccum_ms import (
     Accumulators,
     CountMask,
-    GradAccumulator,
+    FlushAccumulation,
     TrainOneStepWithGradAccumulationCell,
     resume,
 )
 from gaccum_ms.record.run_record import OF_DATA_SET
 from tests.checkpoint import resume_worker
-from tests.checkpoint.resume_worker import BATCHES, EPOCHS, KINDS, Seen, everything, make_data_set, make_model
+from tests.checkpoint.resume_worker import BATCHES, EPOCHS, Seen, everything, make_data_set, make_model
 from tests.support import paths
 from tests.support.modes import eagerly
 from tests.support.programs import Programs
-from tests.support.reference import (
-    OPTIMIZERS,
-    Regression,
-    as_numpy,
-    batches,
-    relative_error,
-)
+from tests.support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error
 from tests.support.reference import make_step as step_of
 from tests.support.state import assert_identical
 
 LAST = EPOCHS * BATCHES
-FORMATS = {"open": "ckpt", "flushed": "safetensors"}
 OPEN_WINDOW = "ignore:For 'GradAccumulationCell', training ended in the middle of a window:UserWarning"
 pytestmark = pytest.mark.filterwarnings(OPEN_WINDOW)
 
@@ -62,25 +54,15 @@ def losing(*prefixes: str):
     return edit
 
 
-def clearing(*prefixes: str):
-    """An edit that makes zeros of entries with these prefixes."""
-
-    def edit(values):
-        for name in [name for name in values if name.startswith(prefixes)]:
-            values[name] = np.zeros_like(values[name])
-
-    return edit
-
-
 # -- a whole training, by ms.Model -------------------------------------------------------------------------------------
 
 
 class Reference(NamedTuple):
-    """A training without interruption, and its compiled model."""
+    """A training without interruption, its compiled model, and a checkpoint from before the first batch."""
 
     model: ms.Model
     folder: Path
-    start: Path  # a checkpoint from before the first batch
+    start: Path
     rows: list[list]
     inputs: list[bytes]
     end: dict[str, np.ndarray]
@@ -90,100 +72,62 @@ class Reference(NamedTuple):
         return next(self.folder.glob(f"net-{epoch}_{number}.*"))
 
 
-def go_on(model: ms.Model, kind: str, data_set=None, finished: int = 0, *callbacks: train.Callback) -> Seen:
-    seen = Seen()
-    callbacks = [*(make() for make in KINDS[kind]), seen, *callbacks]
-    model.train(EPOCHS, data_set or make_data_set(), callbacks=callbacks, initial_epoch=finished)
-    return seen
-
-
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """Both kinds of trainings, by one compiled model."""
+    """Trainings with and without FlushAccumulation, by one compiled model."""
     made = {}
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.manual_seed(5)
     model, start = make_model(), tmp_path_factory.mktemp("start") / "start.ckpt"
     ms.save_checkpoint(model.train_network, str(start))
 
-    def reference(kind: str) -> Reference:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
+    def reference(*callbacks: train.Callback) -> Reference:
+        if len(callbacks) not in made:
+            folder, seen = tmp_path_factory.mktemp("saved"), Seen()
             resume(model, start)
-            config = train.CheckpointConfig(keep_checkpoint_max=100, format=FORMATS[kind])
-            seen = go_on(model, kind, None, 0, train.ModelCheckpoint("net", str(folder), config))
-            made[kind] = Reference(model, folder, start, seen.rows, seen.inputs, everything(model.train_network))
-        return made[kind]
+            config = train.CheckpointConfig(keep_checkpoint_max=100, format="safetensors" if callbacks else "ckpt")
+            saving = train.ModelCheckpoint("net", str(folder), config)
+            model.train(EPOCHS, make_data_set(), callbacks=[*callbacks, seen, saving])
+            end = everything(model.train_network)
+            made[len(callbacks)] = Reference(model, folder, start, seen.rows, seen.inputs, end)
+        return made[len(callbacks)]
 
     return reference
 
 
-def resumed(reference: Reference, kind: str, checkpoint: Path, fresh: bool) -> tuple[list[list], dict, list[bytes]]:
-    """The results of a training resumed from the checkpoint, in a new model or in the reference's own."""
-    model = make_model() if fresh else reference.model
-    if not fresh:
-        resume(model, reference.start)
-    data_set = make_data_set()
-    seen = go_on(model, kind, data_set, resume(model, checkpoint, data_set))
-    return seen.rows, everything(model.train_network), seen.inputs
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_training_that_is_interrupted_here_has_all_that_could_be_lost(references, kind):
-    """Otherwise the tests below would prove less: the loss scale has gone down and up, and an update was skipped."""
-    reference = references(kind)
+@pytest.mark.parametrize(
+    ("callbacks", "places"), [([], (1, 2, 4, 7)), ([FlushAccumulation()], (6, 8))], ids=["open", "flushed"]
+)
+def test_resumed_after_any_batch_is_bit_identical(references, callbacks, places):
+    """After each position in a window, and an epoch's last batch; for "flushed", in the tail. The outputs, inputs and
+    digest of all Parameters are equal for every later batch, without any compilation. The loss scale has gone down and
+    up, and data are shuffled anew in each epoch."""
+    reference = references(*callbacks)
     assert [row[0] for row in reference.rows] == list(range(1, LAST + 1))
     scales = [float.fromhex(row[3]) for row in reference.rows]
-    ratios = {after / before for before, after in itertools.pairwise(scales)}
-    assert ratios == {0.5, 1.0, 2.0}
-    ends = {"open": LAST // 4, "flushed": 2 * EPOCHS}[kind]
-    assert 0 < int(reference.end["gaccum_ms.update_count"]) < ends
-    assert int(reference.end["global_step"][0]) == int(reference.end["gaccum_ms.update_count"])
-    of_third_window = ms.load_checkpoint(str(reference.checkpoint(12)), format=FORMATS[kind])
-    assert 0.5 < float(of_third_window["gaccum_ms.grad_norm"].asnumpy()) < np.inf  # more than max_grad_norm
-    positions = {"open": [1, 2, 3, 0, 1, 2, 3, 0, 1], "flushed": [1, 2, 3, 0, 1, 2, 0, 1, 2]}[kind]
-    for number, position in enumerate(positions):
-        saved = ms.load_checkpoint(str(reference.checkpoint(1 + number)), format=FORMATS[kind])
-        assert int(saved["gaccum_ms.window_position"].asnumpy()) == position
-    assert len(set(reference.inputs)) == LAST  # shuffled anew in each epoch
-
-
-# Each position in a window, and an epoch's last batch. For "flushed", in the tail.
-PLACES = {"open": (1, 2, 4, 7), "flushed": (6, 8)}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_resumed_after_any_batch_is_bit_identical_in_a_step_that_has_run(references, kind):
-    """The outputs, inputs and digest of all Parameters are equal for every later batch, without any compilation."""
-    reference = references(kind)
-    compiled = len(reference.model.train_network.compile_cache)
-    for batch in PLACES[kind]:
-        rows, end, inputs = resumed(reference, kind, reference.checkpoint(batch), fresh=False)
-        assert rows == reference.rows[batch:], batch
-        assert inputs == reference.inputs[batch:], batch
-        assert_identical(end, reference.end)
-    assert len(reference.model.train_network.compile_cache) == compiled
-
-
-@pytest.mark.core("open-7")
-@pytest.mark.parametrize(("kind", "batch"), [("open", 7), ("flushed", 6)])  # at an epoch's end; in the tail
-def test_resumed_in_a_new_model_is_bit_identical(references, kind, batch):
-    reference = references(kind)
-    rows, end, inputs = resumed(reference, kind, reference.checkpoint(batch), fresh=True)
-    assert rows == reference.rows[batch:]
-    assert inputs == reference.inputs[batch:]
-    assert_identical(end, reference.end)
+    assert {after / before for before, after in itertools.pairwise(scales)} == {0.5, 1.0, 2.0}
+    assert len(set(reference.inputs)) == LAST
+    model = reference.model
+    compiled = len(model.train_network.compile_cache)
+    for batch in places:
+        resume(model, reference.start)
+        data_set, seen = make_data_set(), Seen()
+        finished = resume(model, reference.checkpoint(batch), data_set)
+        model.train(EPOCHS, data_set, callbacks=[*callbacks, seen], initial_epoch=finished)
+        assert seen.rows == reference.rows[batch:], batch
+        assert seen.inputs == reference.inputs[batch:], batch
+        assert_identical(everything(model.train_network), reference.end)
+    assert len(model.train_network.compile_cache) == compiled
 
 
 def test_killed_by_kill_9_is_bit_identical(references, tmp_path):
     """A process is killed in mid-window; the next is resumed and runs to the end."""
-    reference = references("open")
-    rows, checkpoint = [], []
+    reference, rows, checkpoint = references(), [], []
     with Programs(paths.python_path()) as programs:
         for number, kill_after in enumerate((6, 0)):
             folder = tmp_path / str(number)
             folder.mkdir()
-            arguments = map(str, (folder, "open", "ckpt", kill_after, *checkpoint))
+            arguments = map(str, (folder, kill_after, *checkpoint))
             finished = programs.run(Path(resume_worker.__file__), *arguments, folder=folder)
             assert finished.returncode == (-signal.SIGKILL if kill_after else 0), finished.stderr[-3000:]
             assert (folder / "end.npz").exists() == (not kill_after)
@@ -191,31 +135,6 @@ def test_killed_by_kill_9_is_bit_identical(references, tmp_path):
             rows += [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
             assert rows == reference.rows[: kill_after or LAST]
     assert_identical(dict(np.load(folder / "end.npz")), reference.end)
-
-
-@pytest.mark.parametrize(
-    ("lost", "weights_differ"),
-    [
-        ((), False),  # unchanged, as the control of the others
-        (("accu_grads.", "gaccum_ms.window_sums"), True),  # an accumulation without Parameters would begin like this
-        (("accu_grads.",), True),
-        (("current_iterator_step",), False),  # the loss scale, a power of 2, is then adjusted at another update
-    ],
-)
-def test_negative_control_a_checkpoint_with_something_lost_is_not_bit_identical(
-    references, tmp_path, lost, weights_differ
-):
-    """The comparison of the tests above finds it (window_unit: see the negative control of unequal batches below)."""
-    reference = references("open")
-    batch = 14
-    file = edited(
-        reference.checkpoint(batch), tmp_path / "edited.ckpt", clearing(*lost) if lost else lambda values: None
-    )
-    rows, end, inputs = resumed(reference, "open", file, fresh=False)
-    assert inputs == reference.inputs[batch:]
-    assert [row[0] for row in rows] == [row[0] for row in reference.rows[batch:]]
-    assert (rows == reference.rows[batch:]) == (not lost)
-    assert (end["out"] == reference.end["out"]).all() == (not weights_differ)
 
 
 # -- a step called by hand ---------------------------------------------------------------------------------------------
@@ -247,22 +166,16 @@ def run(step, numbers, masked=False) -> list[float]:
     return [float(step(*map(Tensor, batch_of(number)[: 2 + masked])).asnumpy()) for number in numbers]
 
 
-SAVED = {
-    "samples": {"micro_size": 2},
-    "counts": {"micro_size": 2, "count": CountMask()},
-    "compensated": {"micro_size": 2, "accumulators": Accumulators(ms.float16, compensated=True)},
-}
-
-
 @pytest.fixture(scope="module")
 def in_mid_window(tmp_path_factory):
-    """Checkpoints after three batches of a window of four, by options of the saving step."""
+    """Checkpoints after three batches of a window of four, in which batches weigh by samples or by counts."""
     made = {}
 
     @eagerly()
-    def file(name: str) -> Path:
+    def file(name: str = "samples") -> Path:
         if name not in made:
-            step = make_step(accumulation_steps=4, **SAVED[name])
+            count = {"count": CountMask()} if name == "counts" else {}
+            step = make_step(accumulation_steps=4, micro_size=2, **count)
             run(step, range(3), name == "counts")
             made[name] = tmp_path_factory.mktemp(name) / "three_of_four.ckpt"
             ms.save_checkpoint(step, str(made[name]))
@@ -291,80 +204,43 @@ def assert_updates(step, windows: list[list[int]], tolerance: float, masked: boo
         assert error < tolerance, (name, error)
 
 
-@pytest.mark.parametrize(
-    ("saved", "options", "mode"),
-    [
-        ("samples", {"micro_batch_size": 2, "accumulation_steps": 8}, "pynative"),
-        ("samples", {"micro_size": 2}, "pynative"),
-        ("counts", {"micro_batch_size": 2, "count": CountMask()}, "graph"),
-        ("compensated", {"micro_size": 1, "accumulation_steps": 4}, "pynative"),
-    ],
-    ids=["longer windows", "no windows", "counts", "narrow"],
-    indirect=["mode"],
-)
-def test_a_window_is_finished_on_its_true_counts_whatever_the_options_are_now(in_mid_window, saved, options, mode):
-    """Compared with MindSpore's step on the joined batches: the open window keeps its four batches, later ones have the
-    cell's number.
-
-    The window was begun in PyNative mode by micro_size=2, with batches of 6, 4 and 7; here a batch of 5 ends it.
-    """
-    masked = saved == "counts"
-    step = make_step(factor=0.0, **options)
-    resume(step, in_mid_window(saved))
+def test_a_window_goes_on_by_its_own_number_of_batches_in_a_cell_of_longer_windows(in_mid_window, pynative):
+    """It was begun by micro_size=2, with batches of 6, 4 and 7 samples; here a batch of 5 ends it."""
+    step = make_step(factor=0.0, micro_batch_size=2, accumulation_steps=8)
+    resume(step, in_mid_window())
     assert int(step.window_position.asnumpy()) == 3
-    windows, number = [[0, 1, 2, 3]], options.get("accumulation_steps", 1)
-    if number <= 4:
-        windows.append(list(range(4, 4 + number)))
-    last = 4 if number > 4 else 4 + number
-    for batch in range(3, last):
-        run(step, [batch], masked)
-        assert int(step.update_count.asnumpy()) == (2 if batch == 3 + number else 1)
-    joined = [np.concatenate([batch_of(one)[2] for one in window]) for window in windows]
-    assert float(step.window_count.asnumpy()) == (joined[-1].sum() if masked else len(joined[-1]))
-    assert int(step.accumulation_steps.asnumpy()) == number
-    assert_updates(step, windows, 1e-4, masked)
-
-
-@pytest.mark.parametrize("lost", ["gaccum_ms.window_unit", "gaccum_ms.window_sums", "accu_grads."])
-def test_negative_control_a_window_of_unequal_batches_without_its_unit_or_sums_is_finished_wrongly(
-    in_mid_window, tmp_path, lost, pynative
-):
-    step = make_step(factor=0.0)
-    resume(step, edited(in_mid_window("samples"), tmp_path / "edited.ckpt", clearing(lost)))
     run(step, [3])
     assert int(step.update_count.asnumpy()) == 1
-    with pytest.raises(AssertionError, match=r"hidden|out"):
-        assert_updates(step, [[0, 1, 2, 3]], 1e-2)
+    assert float(step.window_count.asnumpy()) == 22
+    assert int(step.accumulation_steps.asnumpy()) == 8
+    assert_updates(step, [[0, 1, 2, 3]], 1e-4)
 
 
-@pytest.mark.core(fresh=False)
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_step_saved_by_hand_goes_on_bit_identically(fresh, tmp_path):
-    """A step that has run, with `resume` and with MindSpore's own function (see gaccum_ms/backend/storage.py), or a
-    new step with MindSpore's own function."""
+def test_a_window_goes_on_by_its_true_counts_in_a_cell_of_single_batches(in_mid_window):
+    """It was begun in PyNative mode, and ends in graph mode; the next window has one batch."""
+    step = make_step(factor=0.0, micro_batch_size=2, count=CountMask())
+    resume(step, in_mid_window("counts"))
+    run(step, [3, 4], masked=True)
+    assert int(step.update_count.asnumpy()) == 2
+    assert_updates(step, [[0, 1, 2, 3], [4]], 1e-4, masked=True)
+
+
+def test_a_step_saved_by_hand_goes_on_bit_identically(tmp_path):
+    """With `resume` and with MindSpore's own function (see gaccum_ms/backend/storage.py)."""
     step, file = make_step("momentum"), str(tmp_path / "by_hand.ckpt")
     run(step, [3, 4, 5])
     ms.save_checkpoint(step, file)
     losses = run(step, range(6, 12))
     end = everything(step)
     assert int(end["gaccum_ms.update_count"]) == 2
-    other = make_step("momentum", factor=0.0) if fresh else step
-    for load in (load_by_mindspore,) if fresh else (resume, load_by_mindspore):
-        load(other, file)
-        assert run(other, range(6, 12)) == losses
-        assert_identical(everything(other), end)
-        assert len(other.compile_cache) == 1
-
-
-def load_by_mindspore(step, file):
-    ms.load_checkpoint(file, step)
+    for load in (resume, lambda step, file: ms.load_checkpoint(file, step)):
+        load(step, file)
+        assert run(step, range(6, 12)) == losses
+        assert_identical(everything(step), end)
+        assert len(step.compile_cache) == 1
 
 
 # -- checkpoints that cannot be resumed are refused, and nothing changes -----------------------------------------------
-
-
-def cut_weight(values):
-    values["out"] = values["out"][:-1]
 
 
 def claiming(**numbers):
@@ -382,90 +258,52 @@ def assert_refused(step, action, error, message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "options", "make_data_set", "message"),
+    ("edit", "message"),
     [
-        (None, {"micro_size": 2, "count": CountMask()}, None, "weigh by samples, .* by counts"),
-        (
-            None,
-            {"micro_size": 2, "accumulation_steps": 4, "reduction": "sum"},
-            None,
-            "checkpoint whose micro-batches weigh by samples, where here they weigh by sums",
-        ),
-        (
-            claiming(window_origin=[1, 2]),
-            {},
-            None,
-            r"all 2 rank\(s\)' are needed to finish it on rank 0 of 1, but got '.*edited.ckpt' of rank 1 of 2",
-        ),
-        (losing("out"), {}, None, r"must have all parameters .* but got '.*edited.ckpt' without out\."),
-        *(
-            (losing(name), {}, None, rf"open window's sums, but got '.*edited.ckpt' without {name}.*It is damaged")
-            for name in (
-                *("accu_grads.hidden", "gaccum_ms.window_sums", "gaccum_ms.window_unit"),
-                *("gaccum_ms.window_position", "gaccum_ms.random_state"),
-            )
-        ),
-        (claiming(window_rule=-1), {}, None, "'window_rule' must not be negative, but got -1"),
-        (lambda values: values.update(out=values["out"].astype(int)), {}, None, "kind .* out of Float32, and int64"),
-        (cut_weight, {}, None, r"out of shape \(8,\), and \(7,\) in '.*edited.ckpt'"),
-        (
-            claiming(epoch_batches=7),
-            {},
-            lambda: plain_data_set(6),
-            r"got 6 an epoch .* 1 rank\(s\), where the checkpoint has 7 on each of 1",
-        ),
-        (claiming(window_rule=4), {}, None, "must have the whole sums, but got one .* with sharded accumulators"),
-        (claiming(rate_factor=3), {}, None, r"must be without a factor of AdaScale, .* with the rate times 3\."),
+        (claiming(window_origin=[1, 2]), r"all 2 rank\(s\)' are needed .* on rank 0 of 1, but got '.*' of rank 1 of 2"),
+        (losing("out"), r"must have all parameters .* but got '.*edited.ckpt' without out\."),
+        (losing("accu_grads.hidden"), "window's sums, but got '.*' without accu_grads.hidden.*It is damaged"),
+        (losing("gaccum_ms.random"), "sums, but got '.*' without gaccum_ms.random_state.*It is damaged"),
+        (lambda values: values.update(out=values["out"].astype(int)), "kind .* out of Float32, and int64"),
+        (lambda values: values.update(out=values["out"][:-1]), r"out of shape \(8,\), and \(7,\) in '.*edited.ckpt'"),
+        (claiming(epoch_batches=7), r"got 6 an epoch .* 1 rank\(s\), where the checkpoint has 7 on each of 1"),
+        (claiming(window_rule=4), "must have the whole sums, but got one .* with sharded accumulators"),
+        (claiming(rate_factor=3), r"must be without a factor of AdaScale, .* with the rate times 3\."),
     ],
     ids=[
-        *("counts", "sums", "another rank", "missing weight", "missing sum", "missing sums", "missing unit"),
-        *("missing position", "missing end", "other rule", "other kind", "other shape", "other dataset"),
-        *("sharded", "rate factor"),
+        *("another rank", "missing weight", "missing sum", "missing end", "other kind", "other shape"),
+        *("other dataset", "sharded", "rate factor"),
     ],
 )
-def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, options, make_data_set, message):
-    file = in_mid_window("samples")
-    if edit is not None:
-        file = edited(file, tmp_path / "edited.ckpt", edit)
-    step = make_step(**options)
-    data_set = make_data_set and make_data_set()
-    assert_refused(
-        step, lambda: resume(step, file, data_set), ValueError, f"For '(resume|TrainOneStep.*)', .*{message}"
-    )
-    assert data_set is None or data_set.get_init_step() == 0
+def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, message):
+    file = edited(in_mid_window(), tmp_path / "edited.ckpt", edit)
+    step, data_set = make_step(), plain_data_set(6)
+    of_data_set = (data_set,) if "epoch" in message else ()
+    message = f"For '(resume|TrainOneStep.*)', .*{message}"
+    assert_refused(step, lambda: resume(step, file, *of_data_set), ValueError, message)
+    assert data_set.get_init_step() == 0
 
 
 @pytest.mark.parametrize(
-    ("edit", "options", "message"),
+    ("options", "message"),
     [
+        ({"micro_size": 2}, r"3 batch\(es\) after its beginning.* accumulation_steps=4 and .* accumulation_steps=1"),
         (
-            None,
-            {"micro_size": 2},
-            r"3 batch\(es\) after its beginning.* accumulation_steps=4 and .* accumulation_steps=1",
-        ),
-        (
-            None,
             {"micro_size": 2, "accumulation_steps": 4, "count": CountMask()},
             "a checkpoint whose micro-batches weigh by samples, where here they weigh by counts",
         ),
-        (claiming(window_origin=[1, 2]), {}, "got the sums of rank 1 of 2 on rank 0 of 1"),
     ],
-    ids=["no accumulation_steps", "another rule", "another rank"],
+    ids=["no accumulation_steps", "another rule"],
 )
-def test_what_mindspore_loaded_is_refused_at_the_first_call_and_every_other(
-    in_mid_window, tmp_path, edit, options, message
-):
-    file = in_mid_window("samples")
-    if edit is not None:
-        file = edited(file, tmp_path / "edited.ckpt", edit)
+def test_what_mindspore_loaded_is_refused_at_the_first_call_and_every_other(in_mid_window, options, message):
     step = make_step(**options)
-    assert not ms.load_param_into_net(step, ms.load_checkpoint(str(file)))[0] or "micro_size" in options
+    ms.load_param_into_net(step, ms.load_checkpoint(str(in_mid_window())))
     for _ in range(2):
         assert_refused(step, lambda: run(step, [3]), ValueError, f"For 'TrainOneStepWith.*{message}")
 
 
 def test_what_mindspore_loads_into_a_step_that_has_run_is_refused_too(in_mid_window, tmp_path, pynative):
-    file = edited(in_mid_window("samples"), tmp_path / "edited.ckpt", claiming(window_origin=[1, 2]))
+    file = edited(in_mid_window(), tmp_path / "edited.ckpt", claiming(window_origin=[1, 2]))
     step = make_step()
     run(step, [3])
     ms.load_param_into_net(step, ms.load_checkpoint(str(file)))
@@ -474,85 +312,27 @@ def test_what_mindspore_loads_into_a_step_that_has_run_is_refused_too(in_mid_win
 
 def test_files_of_different_updates_are_refused(in_mid_window, tmp_path):
     """For instance, checkpoints of two ranks from different times."""
-    files = [
-        edited(
-            in_mid_window("samples"), tmp_path / f"{rank}.ckpt", claiming(window_origin=[rank, 2], update_count=rank)
-        )
-        for rank in range(2)
-    ]
+    edits = [claiming(window_origin=[rank, 2], update_count=rank) for rank in range(2)]
+    files = [edited(in_mid_window(), tmp_path / f"{rank}.ckpt", edit) for rank, edit in enumerate(edits)]
     step = make_step()
     assert_refused(step, lambda: resume(step, files), ValueError, r"must be of the same update, but got updates \[")
 
 
-def test_a_second_resume_after_a_change_of_ranks_goes_on_at_the_batch_after(tmp_path, pynative):
-    """Two ranks saw two batches each. One goes on with the fifth of eight, and after two more with the seventh."""
-    step = make_step(micro_size=2)
-    run(step, [0, 1])
-    both = tmp_path / "both.ckpt"
-    ms.save_checkpoint(step, str(both))
-    files = [
-        edited(both, tmp_path / f"{rank}.ckpt", claiming(window_origin=[rank, 2], epoch_batches=4)) for rank in range(2)
-    ]
-    samples = batches(5 * 8, 1)[0][0]
-    for seen in (4, 6):
-        data_set = plain_data_set(8)
-        step = make_step(micro_size=2)
-        smaller = pytest.warns(UserWarning, match=r"an update has 1 batches, .* where it had 2 batches, ")
-        with smaller if len(files) > 1 else contextlib.nullcontext():
-            assert resume(step, files, data_set) == 0
-        assert int(step.batch_count.asnumpy()) == seen
-        iterator = data_set.create_tuple_iterator(num_epochs=1)
-        for number in (seen, seen + 1):
-            x, y = next(iterator)
-            np.testing.assert_array_equal(x.asnumpy(), samples[5 * number : 5 * number + 5])
-            step(x, y)
-        files = [tmp_path / f"{seen}.ckpt"]
-        ms.save_checkpoint(step, str(files[0]))
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_samples_of_its_data_set(in_mid_window, tmp_path, pynative):
-    later = ("gaccum_ms.epoch_samples", "gaccum_ms.batch_samples", "gaccum_ms.sample_order")
-    file = edited(in_mid_window("samples"), tmp_path / "edited.ckpt", losing(*later))
-    step, data_set = make_step(), plain_data_set()
-    assert resume(step, file, data_set) == 0
-    assert data_set.get_init_step() == int(step.window_position.asnumpy()) == 3
-
-
-def test_joined_windows_of_two_ranks_keep_their_compensation(tmp_path, pynative):
-    """Each rank's sums lose in the narrow dtype what its compensation has."""
-    random = np.random.default_rng(5)
-    added = random.normal(size=(2, 3, 50)).astype(np.float32)  # ranks, batches
-
-    def make():
-        weight = ms.Parameter(Tensor(np.zeros(50), ms.float32), name="weight")
-        options = {"accumulators": Accumulators(ms.float16, compensated=True)}
-        return GradAccumulator(nn.SGD([weight], 1.0), 8, **options), weight
-
-    files = []
-    for rank in range(2):
-        accumulator, _ = make()
-        for one in added[rank]:
-            accumulator((Tensor(one),))
-        accumulator.run_record.window_origin.set_data(Tensor([rank, 2], ms.int32))
-        files.append(tmp_path / f"{rank}.ckpt")
-        ms.save_checkpoint(accumulator, str(files[-1]))
-    accumulator, weight = make()
-    resume(accumulator, files)
-    assert accumulator.accu_grads[0].dtype == ms.float16
-    assert accumulator.flush()
-    expected = -added.astype(np.float64).mean(axis=(0, 1))
-    assert np.abs(weight.asnumpy() - expected).max() < 1e-6 * np.abs(expected).max()
-
-
-def test_resume_refuses_no_file_a_file_that_is_not_there_and_models_of_others(in_mid_window, tmp_path):
+def test_resume_refuses_what_is_no_checkpoint_and_models_of_others(in_mid_window, tmp_path):
     step = make_step()
     assert_refused(step, lambda: resume(step, []), ValueError, "'checkpoint' must be at least one file, but got none")
     assert_refused(step, lambda: resume(step, tmp_path / "no.ckpt"), ValueError, r"no\.ckpt")
-    file = in_mid_window("samples")
+    file = in_mid_window()
     both = [file, file]
     assert_refused(
         step, lambda: resume(step, both), ValueError, "different ranks of one run.* rank 0 of 1.* rank 0 of 1"
     )
+    other, link = tmp_path / "weights.bin", tmp_path / "latest"
+    other.write_bytes(file.read_bytes())
+    link.symlink_to(tmp_path / "gone")
+    for wrong in (other, link, [file, tmp_path / "folder"]):
+        message = r"must be a folder, or a file whose name ends with .ckpt or .safetensors, but got .*"
+        assert_refused(step, lambda wrong=wrong: resume(step, wrong), ValueError, message)
     network = Regression()
     plain = nn.TrainOneStepCell(network, OPTIMIZERS["sgd"](network.trainable_params()))
     for other in (plain, ms.Model(plain), ms.Model(network)):
@@ -560,25 +340,6 @@ def test_resume_refuses_no_file_a_file_that_is_not_there_and_models_of_others(in
             TypeError, match=r"must be a Model of a GradAccumulationCell.* but got '(TrainOneStepCell|Regression)'"
         ):
             resume(other, file)
-
-
-def test_a_step_that_has_run_single_batches_takes_what_is_between_two_windows_alone(in_mid_window, tmp_path, pynative):
-    step = make_step(micro_size=2)
-    run(step, [7])
-    file = in_mid_window("samples")
-    message = "before the first step, but got a step that has run, of a cell with accumulation_steps=1"
-    assert_refused(step, lambda: resume(step, file), RuntimeError, message)
-    run(step, [8])
-
-    def end_window(values):
-        for name in ("gaccum_ms.window_position", "gaccum_ms.window_sums", "gaccum_ms.window_unit"):
-            values[name] = np.zeros_like(values[name])
-        for name in [name for name in values if name.startswith("accu_grads.")]:
-            values[name] = np.zeros_like(values[name])
-
-    assert resume(step, edited(file, tmp_path / "between.ckpt", end_window)) == 0
-    run(step, [3])
-    assert_updates(step, [[3]], 1e-4)
 
 
 def test_a_resumed_step_takes_a_batch_shorter_than_micro_size_as_the_one_that_was_saved_would(tmp_path, pynative):
@@ -595,17 +356,8 @@ def test_a_resumed_step_takes_a_batch_shorter_than_micro_size_as_the_one_that_wa
     assert_identical(everything(steps[0]), everything(steps[1]))
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, pynative):
-    """The present optimizer's state would not be replaced."""
-    saved, other = make_step("sgd"), make_step("adam")
-    for step in (saved, other):
-        run(step, [3])
-    ms.save_checkpoint(saved, str(tmp_path / "sgd.ckpt"))
-    message = "must have all parameters of the network and the optimizer's state, but got .* without .*beta1_power"
-    assert_refused(other, lambda: resume(other, tmp_path / "sgd.ckpt"), ValueError, message)
-
-
 def test_weights_alone_are_refused_unless_the_optimizer_is_to_begin_anew(tmp_path, pynative):
+    """So is another optimizer's state, which would replace nothing of the present one's."""
     network = times(Regression(), 2.0)
     file = tmp_path / "weights.ckpt"
     ms.save_checkpoint(network, str(file))
@@ -615,6 +367,9 @@ def test_weights_alone_are_refused_unless_the_optimizer_is_to_begin_anew(tmp_pat
         r"the optimizer's state, but got '.*weights.ckpt' with weights alone.*load_param_into_net.*optimizer=False"
     )
     assert_refused(step, lambda: resume(step, file), ValueError, message)
+    ms.save_checkpoint(make_step("sgd", micro_size=2), str(tmp_path / "sgd.ckpt"))
+    message = "must have all parameters of the network and the optimizer's state, but got .* without .*beta1_power"
+    assert_refused(step, lambda: resume(step, tmp_path / "sgd.ckpt"), ValueError, message)
     state = everything(step.optimizer)
     assert resume(step, file, optimizer=False) == 0
     weights = {weight.name: as_numpy(weight) for weight in network.get_parameters()}
@@ -624,61 +379,25 @@ def test_weights_alone_are_refused_unless_the_optimizer_is_to_begin_anew(tmp_pat
 
 
 def test_without_the_optimizer_all_else_goes_on(tmp_path, pynative):
-    """From another optimizer too: the window, the counts and the data set. The rate is the optimizer's own."""
+    """From another optimizer: the window, the counts and the data set. The rate is the optimizer's own."""
     saved = make_step("sgd", accumulation_steps=2)
     run(saved, range(3))
     file = tmp_path / "sgd.ckpt"
     ms.save_checkpoint(saved, str(file))
-    for optimizer in ("sgd", "adam"):
-        step = make_step(optimizer, factor=0.0, accumulation_steps=2)
-        step.optimizer.learning_rate.set_data(Tensor(0.25, ms.float32))
-        data_set = plain_data_set(8)
-        assert resume(step, file, data_set, optimizer=False) == 0
-        assert data_set.get_init_step() == 3
-        assert float(step.optimizer.learning_rate.asnumpy()) == 0.25
-        kept = {parameter.name for parameter in step.optimizer.get_parameters()} - {w.name for w in step.weights}
-        loaded, source = everything(step), everything(saved)
-        of_data_set = OF_DATA_SET | {step.run_record.epoch_batches.name}  # the other step has seen none
-        names = loaded.keys() & source.keys() - kept - of_data_set
-        assert {"out", "accu_grads.out", "gaccum_ms.window_sums", "gaccum_ms.batch_count"} <= names
-        assert_identical({name: loaded[name] for name in names}, {name: source[name] for name in names})
+    step = make_step("adam", factor=0.0, accumulation_steps=2)
+    step.optimizer.learning_rate.set_data(Tensor(0.25, ms.float32))
+    data_set = plain_data_set(8)
+    assert resume(step, file, data_set, optimizer=False) == 0
+    assert data_set.get_init_step() == 3
+    assert float(step.optimizer.learning_rate.asnumpy()) == 0.25
+    kept = {parameter.name for parameter in step.optimizer.get_parameters()} - {w.name for w in step.weights}
+    loaded, source = everything(step), everything(saved)
+    of_data_set = OF_DATA_SET | {step.run_record.epoch_batches.name}  # the other step has seen none
+    names = loaded.keys() & source.keys() - kept - of_data_set
+    assert {"out", "accu_grads.out", "gaccum_ms.window_sums", "gaccum_ms.batch_count"} <= names
+    assert_identical({name: loaded[name] for name in names}, {name: source[name] for name in names})
     with pytest.raises(TypeError, match="the argument 'optimizer' must be a bool, but got 1"):
         resume(step, file, optimizer=1)
-
-
-def test_some_missing_state_of_a_training_without_accumulation_is_warned_of(tmp_path, pynative):
-    network = Regression()
-    plain = nn.TrainOneStepCell(network, OPTIMIZERS["momentum"](network.trainable_params())).set_train()
-    run(plain, [3])
-    ms.save_checkpoint(plain, str(tmp_path / "plain.ckpt"))
-    file = edited(tmp_path / "plain.ckpt", tmp_path / "edited.ckpt", losing("moments.out"))
-    step = make_step("momentum", factor=0.0, micro_size=2)
-    with pytest.warns(UserWarning, match=r"edited.ckpt' has no moments.out of the optimizer's state, which stay as"):
-        resume(step, file)
-    assert_identical(everything(step.network), everything(network))
-
-
-def test_a_path_that_is_neither_a_folder_nor_a_checkpoint_is_refused(in_mid_window, tmp_path):
-    file, link = tmp_path / "weights.bin", tmp_path / "latest"
-    file.write_bytes(in_mid_window("samples").read_bytes())
-    link.symlink_to(tmp_path / "gone")
-    step = make_step()
-    for wrong in (file, link, [file], [in_mid_window("samples"), tmp_path / "folder"]):
-        message = r"must be a folder, or a file whose name ends with .ckpt or .safetensors, but got .*"
-        assert_refused(step, lambda wrong=wrong: resume(step, wrong), ValueError, message)
-
-
-def test_an_accumulator_finishes_a_cells_window_by_samples_alone(in_mid_window, pynative):
-    network = Regression()
-    accumulator = GradAccumulator(OPTIMIZERS["sgd"](network.trainable_params()), 4)
-    resume(accumulator, in_mid_window("samples"))
-    batch = list(map(Tensor, batch_of(3)[:2]))
-    _, gradients = ms.value_and_grad(network, None, accumulator.weights)(*batch)
-    with pytest.raises(ValueError, match=r"weigh by batches after 3 batch\(es\) that weigh by samples"):
-        accumulator(gradients)
-    _, gradients = accumulator.value_and_grad(network)(*batch)
-    assert accumulator(tuple(gradients)) is True
-    assert_updates(accumulator, [[0, 1, 2, 3]], 1e-5)
 
 
 # -- to and from trainings without accumulation ------------------------------------------------------------------------
@@ -707,45 +426,29 @@ def test_a_checkpoint_in_mid_window_loads_into_mindspores_own_step_and_into_the_
     network, bare = times(Regression(), 0), times(Regression(), 0)
     plain = nn.TrainOneStepCell(network, OPTIMIZERS["sgd"](network.trainable_params())).set_train()
     for cell in (plain, bare):
-        missing, extra = ms.load_param_into_net(cell, ms.load_checkpoint(str(in_mid_window("samples"))))
+        missing, extra = ms.load_param_into_net(cell, ms.load_checkpoint(str(in_mid_window())))
         assert not missing
-        assert {
-            "gaccum_ms.window_sums",
-            "gaccum_ms.window_unit",
-            "gaccum_ms.batch_count",
-            "accu_grads.out",
-        } <= set(extra)
+        assert {"gaccum_ms.window_sums", "gaccum_ms.window_unit", "accu_grads.out"} <= set(extra)
     run(plain, [3])
     assert_updates(plain, [[3]], 1e-4)
     batch = [Tensor(column) for column in batch_of(0)[:2]]
     assert float(bare(*batch)) == float(Regression()(*batch))
 
 
-@pytest.mark.parametrize("saved", ["without accumulation", "not compensated"])
-def test_nothing_of_the_window_that_was_open_before_is_left_after_a_resume(in_mid_window, tmp_path, saved, pynative):
+def test_nothing_of_the_window_that_was_open_before_is_left_after_a_resume(tmp_path, pynative):
     """The step is in mid-window, and the file has fewer Parameters than the step."""
     step = make_step(micro_size=2, accumulation_steps=2, accumulators=Accumulators(ms.float16, compensated=True))
     run(step, [7, 8, 9])
     compensations = [p for p in step.get_parameters() if p.name.startswith("accu_compensation.")]
     assert all(as_numpy(p).any() for p in compensations)
-    file, windows = tmp_path / "fewer.ckpt", [[3, 4]]
-    if saved == "without accumulation":
-        network = Regression()
-        plain = nn.TrainOneStepCell(network, OPTIMIZERS["sgd"](network.trainable_params()))
-        ms.save_checkpoint(plain, str(file))
-    else:
-        file, windows = in_mid_window("samples"), [[0, 1, 2, 3]]
-    resume(step, file)
-    if windows == [[3, 4]]:
-        assert int(step.window_position.asnumpy()) == int(step.batch_count.asnumpy()) == 0
-        assert not any(as_numpy(p).any() for p in (*step.accu_grads, *compensations))
-    else:
-        sums = {name: value.asnumpy() for name, value in ms.load_checkpoint(str(file)).items()}
-        for rounded, lost in zip(step.accu_grads, compensations, strict=True):
-            assert np.abs(as_numpy(rounded) + as_numpy(lost) - sums[rounded.name]).max() < 1e-7
-    run(step, [number for number in windows[0] if number >= 3])
-    assert int(step.window_position.asnumpy()) == 0
-    assert_updates(step, windows, 1e-4)
+    network = Regression()
+    plain = nn.TrainOneStepCell(network, OPTIMIZERS["sgd"](network.trainable_params()))
+    ms.save_checkpoint(plain, str(tmp_path / "plain.ckpt"))
+    resume(step, tmp_path / "plain.ckpt")
+    assert int(step.window_position.asnumpy()) == int(step.batch_count.asnumpy()) == 0
+    assert not any(as_numpy(p).any() for p in (*step.accu_grads, *compensations))
+    run(step, [3, 4])
+    assert_updates(step, [[3, 4]], 1e-4)
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
