@@ -98,7 +98,6 @@ OF_BATCH = {
 }
 
 
-@pytest.mark.core(kind="cross entropy")
 @pytest.mark.parametrize("kind", CLASS_WEIGHTS)
 def test_class_weights_are_told_and_their_count_is_exact(kind, pynative):
     for labels in (LABELS, IGNORED):
@@ -117,7 +116,6 @@ def test_class_weights_are_told_and_their_count_is_exact(kind, pynative):
         assert not relative_error(naive, wanted) < 0.1
 
 
-@pytest.mark.core(kind="rmse")
 @pytest.mark.parametrize("kind", OF_BATCH)
 def test_losses_of_the_whole_batch_are_told_and_exact_as_such(kind, pynative):
     texts = told(unmeasured(nn.WithLossCell(*OF_BATCH[kind]())), X, ONE_HOT)

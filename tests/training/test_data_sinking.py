@@ -88,13 +88,11 @@ def assert_as_the_oracle(step, loss, expected):
     assert int(step.batch_count.asnumpy()) == BATCHES
 
 
-@pytest.mark.core(kind="counts, scaled")
 @pytest.mark.parametrize(("kind", "size"), [("counts, scaled", BATCHES), ("several batches", 1)])
 def test_the_graph_of_a_sink_trains_as_the_whole_batches_do(kind, size):
     assert_as_the_oracle(*train(CASES[kind], size=size))
 
 
-@pytest.mark.thorough
 def test_a_bad_count_in_a_sink_is_not_reported_and_does_not_update():
     """The second batch counts NaN; no Python runs that could raise an error."""
     case = CASES["counts, scaled"]

@@ -14,7 +14,6 @@ WAYS["ours"].build(Setting("mlp", "ours", 16, 256)).step()
 """
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(not ms.__version__.startswith("2.10."), reason="the number is that of MindSpore 2.10")
 def test_the_mlp_has_few_functions(tmp_path):
     """Before a window was composed of parts, there were 374. A comprehension over the inputs adds 13, and an `if` for

@@ -145,7 +145,6 @@ def joined_batch(optimizer) -> Run:
     return train(nn.TrainOneStepCell, network, OPTIMIZERS[optimizer](network.trainable_params()), DATA)
 
 
-@pytest.mark.core("samples", "jit", "counted", "scaled")
 @pytest.mark.parametrize(
     ("way", "optimizer", "sizes", "counted", "scale"),
     [
@@ -199,7 +198,6 @@ def test_returns_true_at_updates_alone_and_tells_its_place(mode):
     assert seen == [(done, (i + 1) // 3, position) for i, (done, position) in enumerate([*window, *window, window[0]])]
 
 
-@pytest.mark.core(way="pynative")
 @pytest.mark.parametrize(
     ("optimizer", "way"), [("momentum", "pynative"), ("momentum", "graph"), ("dynamic_lr", "pynative")]
 )
@@ -314,7 +312,6 @@ def test_no_update_ends_with_its_outermost_block_also_by_an_exception():
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core(mode="pynative")
 @pytest.mark.parametrize(
     ("max_norm", "expected", "mode"),
     [
@@ -391,7 +388,6 @@ def test_a_scale_that_no_loss_was_multiplied_by_is_refused(way):
     assert moved(accumulator) == [1.0, 0.0]
 
 
-@pytest.mark.core(way="pynative")
 @pytest.mark.parametrize("way", ["pynative", "jit"])
 def test_a_loop_may_multiply_by_the_scale_itself(way):
     ms.set_context(mode=WAYS[way])
@@ -426,7 +422,6 @@ def test_a_window_that_counts_nothing_does_not_update(scale):
     assert float(accumulator.window_count.asnumpy()) == 4.0
 
 
-@pytest.mark.core(mode="pynative")
 def test_drop_micro_batch_leaves_one_batch_out_and_divides_by_what_is_left(mode):
     accumulator = make_accumulator(3, way=mode, scale="manager", overflow="drop_micro_batch")
     accumulator(gradient(2.0 * 1024), 1)
@@ -438,7 +433,6 @@ def test_drop_micro_batch_leaves_one_batch_out_and_divides_by_what_is_left(mode)
     assert float(accumulator.scale_sense.asnumpy()) == 512.0
 
 
-@pytest.mark.thorough
 def test_drop_micro_batch_beside_transforms():
     """MindSpore compiled no check of the inputs beside that of the finished gradients."""
     links = (SkipSpikes(norm=100.0), AdaptiveGradientClip(100.0), ClipByValue(100.0), ClipByGlobalNorm(100.0))
@@ -474,7 +468,6 @@ def recorded(way, sizes, make_optimizer, **options):
     return records, monitor.records
 
 
-@pytest.mark.core("pynative")
 @pytest.mark.parametrize("way", ["compiled", "pynative", "graph"])
 def test_records_are_those_of_the_steps_monitor(way):
     def optimizer(weights):
@@ -560,7 +553,6 @@ class Traced(nn.SGD):
         return super().construct(gradients)
 
 
-@pytest.mark.core(way="graph")
 @pytest.mark.parametrize("way", ["graph", "jit"])
 def test_compiles_once_whatever_changes(way):
     """Gradients, counts, position, number of steps, cleared and longer windows are values, not constants."""

@@ -103,7 +103,6 @@ def names(*cells: nn.Cell) -> list[str]:
     return [parameter.name for cell in cells for parameter in cell.get_parameters()]
 
 
-@pytest.mark.core("teacher-one_graph", "loss-windows", "optimizer-split", "deep teacher-windows")
 @pytest.mark.parametrize(
     "options",
     [
@@ -161,7 +160,6 @@ def test_of_an_accumulator_they_are_those_after_the_optimizers_own_call(tmp_path
     assert_identical(everything(other), everything(accumulator))
 
 
-@pytest.mark.thorough
 def test_models_have_them_in_graph_mode_too(tmp_path):
     ms.set_context(mode=ms.GRAPH_MODE)
     found = []

@@ -291,14 +291,12 @@ JIT: dict[str, Callable[[], Callable]] = {
 }
 
 
-@pytest.mark.core(way=list(QUICK))
 @pytest.mark.parametrize("way", {**QUICK, **THOROUGH})
 def test_memory_is_flat(way):
     ms.set_context(mode=ms.GRAPH_MODE)
     assert growth({**QUICK, **THOROUGH}[way]()) < MOST
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("way", JIT)
 def test_memory_is_flat_in_pynative_mode(way):
     ms.set_context(mode=ms.PYNATIVE_MODE)
@@ -329,7 +327,6 @@ class NotingWindows(WindowCallback):
         self.last = record
 
 
-@pytest.mark.thorough
 def test_memory_is_flat_with_each_callback(tmp_path):
     """One step, compiled once. Each callback has a training of its own."""
     ms.set_context(mode=ms.GRAPH_MODE)

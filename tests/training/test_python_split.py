@@ -139,7 +139,6 @@ KINDS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
-@pytest.mark.core(kind=["even window", "function window"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_output_is_a_tensor_of_its_own(kind, pynative):
     step = reference.make_step(Returning(), scale_sense=manager(4.0, 1), aux=True, **KINDS[kind])
@@ -215,7 +214,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.core("windows-graph", "count-pynative", "sum-pynative")
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("windows", "graph"), ("count", "pynative"), ("sum", "pynative"), ("drops", "jit")],
@@ -362,7 +360,6 @@ def test_what_fails_half_way_drops_its_window(pynative):
 
 
 @pytest.mark.filterwarnings("ignore:.*failed half-way")
-@pytest.mark.core(steps=2)
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("split", [uneven, None])
 def test_an_update_that_fails_leaves_nothing_of_its_batch(split, steps, pynative):

@@ -265,7 +265,6 @@ def compile_graphs() -> None:
         make_step(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size=micro_size)(*batch(18))
 
 
-@pytest.mark.thorough  # test_windows.py checks quickly that the network is traced twice at most
 def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
     saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(tmp_path), "MS_DEV_DUMP_IR_PASSES": "validate"}
     saving["PYTHONPATH"] = paths.python_path()
