@@ -178,31 +178,27 @@ def test_halves_and_goes_on():
     assert step.micro_batch_size == 4
 
 
-@pytest.mark.filterwarnings("ignore:.*(BatchNorm|memory ran out|failed half-way):UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(BatchNorm|failed half-way):UserWarning")
 def test_not_even_one_sample(pynative):
     """All is put back bit for bit: accumulators and their compensations, statistics of BatchNorm and WindowBatchNorm,
     counts, and the default generator, from which the failed try has drawn. The window keeps its batches, and the batch
     can be given again."""
     data = [marked(one) for one in batches(2, 4)]
-    results = []
-    for fails in (True, False):
-        options = {"accumulation_steps": 4, "accumulators": Accumulators(compensated=True), "max_grad_norm": 1.0}
-        loss, step = halving_step(WithStatistics(), size=1, **options)
-        run(step, data[:2])
-        if fails:
-            loss.set_largest(0)
-            ms.manual_seed(7)
-            before, generator = state(step), ms.get_rng_state().asnumpy().copy()
-            assert "buffer network.seen" in before
-            with pytest.raises(RuntimeError, match=r"one sample must fit, but got .* not enough on rank\(s\) \[0\]"):
-                run(step, data[2:3])
-            assert_identical(state(step), before)
-            np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)
-            loss.set_largest(1000)
-        run(step, data[2:])
-        results.append(state(step))
-    largest = next(name for name in results[0] if name.endswith("largest"))
-    assert_close(*({name: one[name] for name in one if name != largest} for one in results))
+    loss, step = halving_step(
+        WithStatistics(), size=1, accumulation_steps=4, accumulators=Accumulators(compensated=True)
+    )
+    run(step, data[:2])
+    loss.set_largest(0)
+    ms.manual_seed(7)
+    before, generator = state(step), ms.get_rng_state().asnumpy().copy()
+    assert "buffer network.seen" in before
+    with pytest.raises(RuntimeError, match=r"one sample must fit, but got .* not enough on rank\(s\) \[0\]"):
+        run(step, data[2:3])
+    assert_identical(state(step), before)
+    np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)
+    loss.set_largest(1000)
+    run(step, data[2:])
+    assert [int(one.asnumpy()) for one in (step.batch_count, step.update_count, step.window_position)] == [4, 1, 0]
 
 
 def test_model_train_searches_once(monkeypatch, pynative):

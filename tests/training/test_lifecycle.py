@@ -74,16 +74,10 @@ def normed():
 
 
 NESTINGS = {
-    "no two": lambda: (nn.Dense(3, 3), nn.MSELoss(), nn.Momentum),
     "teacher": lambda: (Distilled(nn.Dense(3, 3)), nn.MSELoss(), nn.Momentum),
-    "teacher with prefix": lambda: (Distilled(nn.Dense(3, 3), True), nn.MSELoss(), nn.Momentum),
     "deep teacher": lambda: (Around(Around(Distilled(normed()), False), False), nn.MSELoss(), nn.Momentum),
-    "teacher in a prefix": lambda: (Around(Distilled(normed()), True), nn.MSELoss(), nn.Momentum),
     "loss": lambda: (nn.Dense(3, 3), ScaledLoss(False), nn.Momentum),
-    "loss and teacher": lambda: (Distilled(nn.Dense(3, 3)), ScaledLoss(False), nn.Momentum),
-    "optimizer": lambda: (nn.Dense(3, 3), nn.MSELoss(), HoldsAnother),
     "optimizer and teacher": lambda: (Distilled(nn.Dense(3, 3)), nn.MSELoss(), HoldsAnother),
-    "a rate's name": lambda: (Named("learning_rate"), nn.MSELoss(), nn.Momentum),
     "our names": lambda: (nn.SequentialCell(Named("scale"), Named("window")), nn.MSELoss(), nn.Momentum),
 }
 
@@ -103,15 +97,20 @@ def names(*cells: nn.Cell) -> list[str]:
     return [parameter.name for cell in cells for parameter in cell.get_parameters()]
 
 
+SPLIT = {"split": lambda x, y: [(x[:1], y[:1]), (x[1:], y[1:])]}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("nesting", "options"),
     [
-        pytest.param({"micro_size": 2}, id="one_graph"),
-        pytest.param({"accumulation_steps": 3}, id="windows"),
-        pytest.param({"split": lambda x, y: [(x[:1], y[:1]), (x[1:], y[1:])]}, id="split"),
+        ("teacher", {"micro_size": 2}),
+        ("deep teacher", {"accumulation_steps": 3}),
+        ("loss", {"accumulation_steps": 3}),
+        ("optimizer and teacher", SPLIT),
+        ("our names", {"micro_size": 2, "accumulation_steps": 2}),
     ],
+    ids=lambda one: one if isinstance(one, str) else "",
 )
-@pytest.mark.parametrize("nesting", NESTINGS)
 def test_names_are_those_after_mindspores_own_step_and_a_new_step_resumes(nesting, options, tmp_path, pynative):
     network, optimizer = parts(nesting)
     nn.TrainOneStepCell(network, optimizer).set_train()(Tensor(X), Tensor(Y))
@@ -158,15 +157,3 @@ def test_of_an_accumulator_they_are_those_after_the_optimizers_own_call(tmp_path
     other, *_ = make_accumulator()
     resume(other, tmp_path / "loop.ckpt")
     assert_identical(everything(other), everything(accumulator))
-
-
-def test_models_have_them_in_graph_mode_too(tmp_path):
-    ms.set_context(mode=ms.GRAPH_MODE)
-    found = []
-    for make_cell in (lambda network: network, lambda network: GradAccumulationCell(network, 2)):
-        network, loss, optimizer = NESTINGS["loss and teacher"]()
-        optimizer = optimizer(network.trainable_params(), 0.1, 0.9)
-        model = ms.Model(make_cell(network), loss, optimizer)
-        model.train(1, ms.dataset.NumpySlicesDataset((X, Y), shuffle=False).batch(4))
-        found.append(names(network, loss, optimizer))
-    assert found[0] == found[1]

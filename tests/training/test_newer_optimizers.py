@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -41,8 +39,6 @@ KINDS = {
     "mint SGD": lambda weights: mint.optim.SGD(weights, 0.05, momentum=0.9),
 }
 NEEDS_2_8 = pytest.mark.xfail(before(2, 8), strict=True, reason="on MindSpore 2.7 mint.optim.SGD is refused on CPU")
-# Those that write nothing in PyNative mode, on CPU.
-ONLY_COMPILED = {"mint SGD"} if before(2, 10) and not before(2, 8) else {"mint SGD", "mint Adam"}
 
 
 def values_of(network, optimizer):
@@ -59,13 +55,6 @@ def train(make_train, kind):
         update(Tensor(x), Tensor(y))
         scheduler.step()
     return values_of(network, optimizer)
-
-
-@functools.cache
-def whole_batch(kind):
-    """The reference: MindSpore's own step. PyNative mode compiles nothing."""
-    ms.set_context(mode=ms.GRAPH_MODE if kind in ONLY_COMPILED else ms.PYNATIVE_MODE)
-    return train(nn.TrainOneStepCell, kind)
 
 
 def by_step(network, optimizer):
@@ -86,27 +75,21 @@ def by_loop(jit):
     return make
 
 
-WAYS = {
-    "step-graph": (ms.GRAPH_MODE, by_step),
-    "loop-pynative": (ms.PYNATIVE_MODE, by_loop(False)),
-    "loop-jit": (ms.PYNATIVE_MODE, by_loop(True)),
-}
-
-
 @pytest.mark.parametrize(
-    ("kind", "way"),
+    ("kind", "mode", "make_train"),
     [
-        ("SGD", "step-graph"),
-        ("Adam", "loop-pynative"),
-        pytest.param("mint SGD", "loop-jit", marks=NEEDS_2_8),
-        ("mint Adam", "step-graph"),
+        pytest.param("SGD", ms.GRAPH_MODE, by_step, id="SGD"),
+        pytest.param("Adam", ms.PYNATIVE_MODE, by_loop(False), id="Adam"),
+        pytest.param("mint Adam", ms.GRAPH_MODE, by_step, id="mint Adam"),
+        pytest.param("mint SGD", ms.PYNATIVE_MODE, by_loop(True), id="mint SGD", marks=NEEDS_2_8),
     ],
 )
-def test_updates_are_those_of_the_whole_batch_at_the_schedulers_rates(kind, way):
-    mode, make = WAYS[way]
-    reference = whole_batch(kind)
+def test_updates_are_those_of_the_whole_batch_at_the_schedulers_rates(kind, mode, make_train):
+    """MindSpore's own step is the reference. PyNative mode compiles nothing, but there some write nothing, on CPU."""
+    ms.set_context(mode=ms.GRAPH_MODE if "mint" in kind else ms.PYNATIVE_MODE)
+    reference = train(nn.TrainOneStepCell, kind)
     ms.set_context(mode=mode)
-    values = train(make, kind)
+    values = train(make_train, kind)
     errors = {name: relative_error(values[name], reference[name]) for name in reference}
     assert max(errors.values()) < 2e-5, errors
 
@@ -243,19 +226,6 @@ def test_rates_and_maxima_are_in_checkpoints_without_a_callback_too(tmp_path, py
     with pytest.warns(UserWarning, match="has another 'learning_rate_group_0' than the optimizer"):
         resume(accumulator, file)
     assert float(as_numpy(optimizer.lrs[0])) == 0.25
-
-
-def test_a_checkpoint_without_rates_is_still_gone_on_with(tmp_path, pynative):
-    """It is from a version that did not save them, or from a training without scheduler."""
-    model, _ = model_of_two()
-    file = str(tmp_path / "step.ckpt")
-    saved = [
-        {"name": one.name, "data": one}
-        for one in model.train_network.get_parameters()
-        if "learning_rate" not in one.name and "scheduler" not in one.name
-    ]
-    ms.save_checkpoint(saved, file)
-    resume(model, file)
 
 
 def test_bad_schedulers_are_refused_before_training(pynative):

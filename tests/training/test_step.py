@@ -58,13 +58,12 @@ def test_bad_batches_are_refused_before_anything_changes(mode):
 
 
 def test_a_loss_that_is_no_scalar_is_refused_before_anything_changes():
-    for micro_size in (1, 3):
-        loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss(reduction="none"))
-        step = make_step(Outer(loss_cell), micro_size=micro_size)
-        before = everything(step)
-        with pytest.raises(ValueError, match=r"scalar loss of shape \(\), but got shape \(\d,\)"):
-            step(*batch(6))
-        assert_identical(everything(step), before)
+    loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss(reduction="none"))
+    step = make_step(Outer(loss_cell), micro_size=3)
+    before = everything(step)
+    with pytest.raises(ValueError, match=r"scalar loss of shape \(\), but got shape \(\d,\)"):
+        step(*batch(6))
+    assert_identical(everything(step), before)
 
 
 def test_a_lambda_that_cannot_be_compiled_is_refused_where_it_would_be(mode):
@@ -74,10 +73,6 @@ def test_a_lambda_that_cannot_be_compiled_is_refused_where_it_would_be(mode):
     # fmt: off
     options = [
         {"count": lambda x, y: y.shape[0]},
-        {
-            "count":
-                lambda x, y: y.shape[0],
-        },
         {"transforms": (lambda gradients: gradients,)},
     ]
     # fmt: on
@@ -112,39 +107,33 @@ def test_outputs_beside_the_loss_are_refused_with_their_option(pynative):
     assert_identical(everything(step), before)
 
 
-def test_refuses_a_network_that_is_not_our_cell():
+def test_refuses_bad_networks_optimizers_and_modes(parallel_context):
     network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
-    with pytest.raises(TypeError, match=r"gaccum_ms.GradAccumulationCell, .*but got 'WithLossCell'"):
-        TrainOneStepWithGradAccumulationCell(network, nn.SGD(network.trainable_params(), 0.1))
-
-
-def test_refuses_bad_optimizers():
-    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
-    with pytest.raises(TypeError, match=r"must be an nn.Optimizer, but got 'float'"):
-        TrainOneStepWithGradAccumulationCell(cell, 0.1)
-    with pytest.raises(ValueError, match=r"optimizer with 4 parameter\(s\), none of them the network's"):
-        TrainOneStepWithGradAccumulationCell(cell, nn.SGD(make_network("dense").trainable_params(), 0.1))
-    empty = nn.SGD(cell.trainable_params(), 0.1)
-    empty.parameters = ms.ParameterTuple(())
-    with pytest.raises(ValueError, match=r"optimizer with 0 parameter\(s\)"):
-        TrainOneStepWithGradAccumulationCell(cell, empty)
-
-
-def test_refuses_hybrid_parallel_mode_and_pipelines(parallel_context):
-    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
-    optimizer = nn.SGD(cell.trainable_params(), 0.1)
-    parallel_context(parallel_mode="hybrid_parallel")
-    with pytest.raises(RuntimeError, match=r"must be .*, but got 'hybrid_parallel'.*semi_auto_parallel"):
-        TrainOneStepWithGradAccumulationCell(cell, optimizer)
-    parallel_context(parallel_mode="stand_alone", pipeline_stages=2)
-    with pytest.raises(RuntimeError, match=r"'pipeline_stages' must be 1 in .* 'stand_alone', but got 2"):
-        TrainOneStepWithGradAccumulationCell(cell, optimizer)
+    cell, optimizer = GradAccumulationCell(network, 2), nn.SGD(network.trainable_params(), 0.1)
+    others = nn.SGD(make_network("dense").trainable_params(), 0.1)
+    for network_of_step, its_optimizer, error, message in (
+        (network, optimizer, TypeError, "gaccum_ms.GradAccumulationCell, .*but got 'WithLossCell'"),
+        (cell, 0.1, TypeError, "must be an nn.Optimizer, but got 'float'"),
+        (cell, others, ValueError, r"optimizer with 4 parameter\(s\), none of them the network's"),
+    ):
+        with pytest.raises(error, match=message):
+            TrainOneStepWithGradAccumulationCell(network_of_step, its_optimizer)
+    for options, message in (
+        ({"parallel_mode": "hybrid_parallel"}, r"must be .*, but got 'hybrid_parallel'.*semi_auto_parallel"),
+        (
+            {"parallel_mode": "stand_alone", "pipeline_stages": 2},
+            r"'pipeline_stages' must be 1 in .* 'stand_alone', but got 2",
+        ),
+    ):
+        parallel_context(**options)
+        with pytest.raises(RuntimeError, match=message):
+            TrainOneStepWithGradAccumulationCell(cell, optimizer)
 
 
 # -- hand-worked gradients ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "micro_size"), [("graph", 3), ("pynative", 1), ("pynative", 2)], indirect=["mode"])
+@pytest.mark.parametrize(("mode", "micro_size"), [("graph", 3), ("pynative", 2)], indirect=["mode"])
 def test_hand_worked_gradient(mode, micro_size):
     """x = 1, 2, 4 and y = 0, 1, 1 at w = 1: gradients x (w x - y) = 1, 2, 12, mean 5; losses 0.5, 0.5, 4.5, mean 11/6.
 
@@ -159,31 +148,6 @@ def test_hand_worked_gradient(mode, micro_size):
 
 
 # -- accumulators ------------------------------------------------------------------------------------------------------
-
-
-class Named(nn.Cell):
-    """A network whose Parameters have the same names as attributes of our cells."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = ("scale", "window", "update", "noise", "map", "weights", "reduction", "open", "add", "clear")
-        weights = [ms.Parameter(Tensor(np.ones(3), ms.float32), name=name) for name in self.names]
-        self.parameters_of_names = ms.ParameterTuple(weights)
-
-    def construct(self, x):
-        total = ms.Tensor(0.0, ms.float32)
-        for weight in self.parameters_of_names:
-            total = total + (weight * x).mean()
-        return total
-
-
-def test_weights_may_have_the_names_of_our_attributes(pynative):
-    network = Named()
-    step = make_step(network, micro_size=2, accumulation_steps=2, max_grad_norm=10.0)
-    for _ in range(2):
-        step(Tensor(np.ones((4, 3), np.float32)))
-    for weight in network.parameters_of_names:
-        np.testing.assert_allclose(as_numpy(weight), 1 - 0.1 / 3, rtol=1e-6)
 
 
 def test_accumulators_are_zero_after_every_update():
@@ -278,9 +242,7 @@ def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "max_norm"), [("graph", 0.1), ("pynative", 1e3), ("pynative", np.inf)], indirect=["mode"]
-)
+@pytest.mark.parametrize(("mode", "max_norm"), [("graph", 0.1), ("pynative", np.inf)], indirect=["mode"])
 def test_clips_the_whole_batchs_gradient_once(mode, max_norm):
     """Equal to ops.clip_by_global_norm on the whole batch's gradient, applied by SGD."""
     network = Regression()
