@@ -15,9 +15,7 @@ from mindspore.dataset import GeneratorDataset
 
 from gaccum_ms import (
     Accumulators,
-    AdaptiveGradientClip,
     ClipByGlobalNorm,
-    ClipByValue,
     GradAccumulationCell,
     GradAccumulator,
     SkipSpikes,
@@ -158,15 +156,6 @@ def test_successive_batches_equal_the_joined_batch(way, optimizer, sizes, counte
     assert_equivalent(loop.run(sizes, counted is True), joined_batch(optimizer), TOLERANCE)
 
 
-def test_any_number_is_a_count():
-    accumulator = make_accumulator()
-    counts = [3, 3.0, np.int64(3), np.float32(3), Tensor(3), Tensor(3.0)]
-    for number, count in enumerate(counts, start=1):
-        accumulator(gradient(1.0), count)
-        accumulator(gradient(5.0), 1)
-        assert moved(accumulator) == [2.0 * number, 0.0], count
-
-
 # -- results of a call, and values that it does not change -------------------------------------------------------------
 
 
@@ -184,7 +173,9 @@ def test_returns_true_at_updates_alone_and_tells_its_place(mode):
 # -- flush, clear, no_update -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("counts", "expected"), [([(), ()], 4.0), ([(1,), (3,)], 5.0)], ids=["alike", "counted"])
+@pytest.mark.parametrize(
+    ("counts", "expected"), [([(), ()], 4.0), ([(1,), (np.int64(3),)], 5.0)], ids=["alike", "counted"]
+)
 def test_flush_divides_a_tail_by_what_it_counts(counts, expected, mode):
     accumulator = make_accumulator(4, way=mode)
     before = everything(accumulator)
@@ -282,23 +273,15 @@ def test_an_overflow_drops_its_window_and_halves_the_scale(position, value, way)
     assert (as_numpy(accumulator.weights[0])[0] != before["weight"][0]).all()
 
 
-@pytest.mark.parametrize("way", ["pynative", "jit"])
-def test_a_scale_that_no_loss_was_multiplied_by_is_refused(way):
+def test_a_scale_that_no_loss_was_multiplied_by_is_refused(pynative):
     """Gradients would be divided by a scale that they do not contain."""
-    ms.set_context(mode=WAYS[way])
     weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
     accumulator = GradAccumulator(nn.SGD([weight], 1.0), 1, scale_sense=Tensor(8.0, ms.float32), jit=False)
-
-    def call(gradients):
-        return accumulator(gradients)
-
-    call = ms.jit(call) if way == "jit" else call
     assert not accumulator.flush()
     before = everything(accumulator)
-    with pytest.raises(
-        RuntimeError, match=r"'GradAccumulator', losses must be multiplied .* accumulator.scale\(loss\)"
-    ):
-        call(gradient(8.0))
+    message = r"'GradAccumulator', losses must be multiplied .* accumulator.scale\(loss\)"
+    with pytest.raises(RuntimeError, match=message):
+        accumulator(gradient(8.0))
     assert_identical(everything(accumulator), before)
     accumulator.scale(Tensor(1.0, ms.float32))
     assert bool(accumulator(gradient(8.0)))
@@ -322,21 +305,6 @@ def test_a_loop_may_multiply_by_the_scale_itself(pynative):
     assert moved(accumulator) == [1.0, 2.0]
 
 
-@pytest.mark.filterwarnings("ignore:.*a window counted nothing")
-def test_a_window_that_counts_nothing_does_not_update():
-    """A mean over no items is NaN: it must not be added, also not to batches that count something."""
-    accumulator = make_accumulator(2, "momentum", scale=1024.0)
-    before = trained(accumulator.optimizer)
-    nothing = gradient(float("nan"), float("nan"))
-    assert [accumulator(nothing, 0) for _ in range(3)] == [False] * 3
-    assert accumulator.flush() is False
-    assert_identical(trained(accumulator.optimizer), before)
-    assert place(accumulator) == (0, 0)
-    assert [accumulator(nothing, 0), accumulator(gradient(1024.0), 4)] == [False, True]
-    np.testing.assert_allclose(as_numpy(accumulator.optimizer.moments[0]), [1.1, 0.2], rtol=1e-6)  # decay 0.01
-    assert float(accumulator.window_count.asnumpy()) == 4.0
-
-
 def test_drop_micro_batch_leaves_one_batch_out_and_divides_by_what_is_left():
     accumulator = make_accumulator(3, scale="manager", overflow="drop_micro_batch")
     accumulator(gradient(2.0 * 1024), 1)
@@ -350,8 +318,7 @@ def test_drop_micro_batch_leaves_one_batch_out_and_divides_by_what_is_left():
 
 def test_drop_micro_batch_beside_transforms():
     """MindSpore compiled no check of the inputs beside that of the finished gradients."""
-    links = (SkipSpikes(norm=100.0), AdaptiveGradientClip(100.0), ClipByValue(100.0), ClipByGlobalNorm(100.0))
-    transforms = (*links, WeightAverage(0.9))
+    transforms = (SkipSpikes(norm=100.0), ClipByGlobalNorm(100.0), WeightAverage(0.9))
     accumulator = reused_accumulator.make(None, "graph", None, overflow="drop_micro_batch", transforms=transforms)
     assert [accumulator(gradient(*one)) for one in ((1.0, 2.0), (np.nan, 1.0))] == [False, True]
     assert moved(accumulator) == [1.0, 2.0]
@@ -513,47 +480,13 @@ def test_compiles_by_default_and_says_where_it_cannot(pynative):
         assert bool(accumulator.compile_cache) == (problem is None and not options)
 
 
-def test_state_in_a_list_moves_with_each_update_and_is_refused_within_a_graph(pynative):
+def test_an_optimizer_with_state_in_a_list_is_refused_within_a_graph(pynative):
     weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
     with pytest.warns(UserWarning, match="runs eagerly"):
         accumulator = GradAccumulator(ListMomentum([weight], 1.0), 1)
-    for _ in range(3):
-        accumulator((Tensor([1.0, 2.0]),))
-    np.testing.assert_allclose(as_numpy(weight), [10 - 4.25, 20 - 8.5])
-
-    @ms.jit
-    def inside(gradients):
-        return accumulator(gradients)
-
     with pytest.raises(ValueError, match=r"writes self\.moments\[0\] of 'ListMomentum'"):
-        inside((Tensor([1.0, 2.0]),))
-    np.testing.assert_allclose(as_numpy(weight), [10 - 4.25, 20 - 8.5])
-
-
-def test_counts_inside_and_outside_of_jit_may_share_a_window(pynative):
-    accumulator = make_accumulator(3, way="pynative")
-
-    @ms.jit
-    def inside(value, count):
-        return accumulator((value * ops.ones(2, ms.float32),), count)
-
-    inside(Tensor(1.0), Tensor(1.0))
-    with pytest.raises(ValueError, match=r"that weigh by batches after 1 batch\(es\) that weigh by counts"):
-        accumulator(gradient(1.0))
-    assert [accumulator((Tensor([4.0, 4.0]),), count) for count in (3, 4)] == [False, True]
-    assert moved(accumulator) == [(1 + 12 + 16) / 8] * 2
-
-
-def test_another_number_of_steps_is_for_windows_to_come():
-    accumulator = make_accumulator(3)
-    ends = []
-    for call in range(12):
-        if call in (1, 3, 5):  # in the first window to 2, between windows to 4, in the window of 4 to 1
-            accumulator.set_accumulation_steps({1: 2, 3: 4, 5: 1}[call])
-        ends.append(accumulator(gradient(float(call))))
-    assert [call for call, updated in enumerate(ends) if updated] == [2, 6, 7, 8, 9, 10, 11]
-    assert moved(accumulator) == [1 + 4.5 + 7 + 8 + 9 + 10 + 11, 0.0]
-    assert int(accumulator.accumulation_steps.asnumpy()) == 1
+        ms.jit(lambda gradients: accumulator(gradients))((Tensor([1.0, 2.0]),))
+    assert weight.asnumpy().tolist() == [10.0, 20.0]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -664,28 +597,19 @@ def test_gradients_that_know_their_samples_are_not_mixed_with_others():
     assert float(accumulator.window_count.asnumpy()) == 4
 
 
-CHANGED = {
-    "without NaN": lambda gradients: tuple(ops.nan_to_num(each) for each in gradients),
-    "of two calls": lambda gradients: tuple((each + each) / 2 for each in gradients),
-}
-
-
-@pytest.mark.parametrize("changed", CHANGED)
-def test_gradients_that_a_loop_changes_weigh_by_their_samples(changed, pynative):
-    """`of two calls` : as an adversarial part, or a second loss, adds them."""
+def test_gradients_that_a_loop_changes_weigh_by_their_samples(pynative):
+    """Those of two calls are added, as an adversarial part, or a second loss, adds them."""
     network = Regression()
     optimizer = OPTIMIZERS["momentum"](network.trainable_params())
     accumulator = GradAccumulator(optimizer, 3, jit=False)
-    grad_fns = [accumulator.value_and_grad(network) for _ in range(1 + (changed == "of two calls"))]
+    grad_fns = [accumulator.value_and_grad(network) for _ in range(2)]
     losses = []
     for x, y in DATA:
-        parts = zip(*(np.split(value, np.cumsum(UNEQUAL)[:-1]) for value in (x, y)), strict=True)
         results = []
-        for part in parts:
-            for grad_fn in grad_fns:
-                loss, gradients = grad_fn(*map(Tensor, part))
+        for part in zip(*(np.split(value, np.cumsum(UNEQUAL)[:-1]) for value in (x, y)), strict=True):
+            (loss, gradients), (_, others) = (grad_fn(*map(Tensor, part)) for grad_fn in grad_fns)
             results.append(float(loss))
-            accumulator(CHANGED[changed](gradients))
+            accumulator(tuple(ops.nan_to_num(one + other) / 2 for one, other in zip(gradients, others, strict=True)))
         losses.append(np.average(results, weights=UNEQUAL))
     assert_equivalent(Run(np.array(losses), trained(optimizer)), joined_batch("momentum"), TOLERANCE)
 
@@ -708,7 +632,6 @@ def test_calls_of_several_sizes_need_a_count():
 FORGETS = {
     "a call": lambda accumulator, grad_fn: accumulator(gradient(1.0), 1),
     "a call that fails": lambda accumulator, grad_fn: accumulator(gradient(1.0), -1),
-    "a function that fails": lambda accumulator, grad_fn: grad_fn(3),
     "a flush": lambda accumulator, grad_fn: accumulator.flush(),
     "a clear": lambda accumulator, grad_fn: accumulator.clear(),
 }

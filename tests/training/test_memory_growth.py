@@ -10,35 +10,19 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from mindspore.dataset import NumpySlicesDataset
-from mindspore.experimental import optim
-from mindspore.train import CheckpointConfig
 
-import gaccum_ms
 from gaccum_ms import (
-    AccumulationScheduler,
-    AdaptiveAccumulation,
     AutoSize,
-    FlushAccumulation,
-    GradAccumulationCell,
     GradAccumulator,
-    GradNoiseScale,
     MaxTokens,
-    ProgressBar,
     SkipSpikes,
-    TrainingMetrics,
-    UpdateCheckpoint,
-    UpdateScheduler,
     WeightAverage,
-    WindowCallback,
-    WindowMonitor,
 )
 from tests.support.reference import Outer, make_step
 
@@ -72,10 +56,6 @@ def growth(train: Callable[[], object]) -> float:
         train()
         if batch in MARKS:
             sizes.append(allocated())
-    return growth_between(sizes)
-
-
-def growth_between(sizes: Sequence[int]) -> float:
     return min(later - earlier for earlier, later in itertools.pairwise(sizes)) / BATCHES
 
 
@@ -94,9 +74,7 @@ class Losses(nn.Cell):
             return errors.sum(), (y > 0).sum()
         if self.kind == "several":
             return errors.mean(), ops.abs(outputs).mean()
-        if self.kind == "aux":
-            return errors.mean(), outputs
-        return errors.sum() if self.kind == "sum" else errors.mean()
+        return errors.mean()
 
 
 class Tokens(nn.Cell):
@@ -253,62 +231,3 @@ def test_memory_is_flat(way):
 def test_memory_is_flat_in_pynative_mode(way):
     ms.set_context(mode=ms.PYNATIVE_MODE)
     assert growth(IN_PYNATIVE_MODE[way]()) < MOST
-
-
-class Memory(ms.train.Callback):
-    """Measures as `growth` does, in a training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches, self.sizes = 0, []
-
-    def on_train_step_end(self, run_context):
-        self.batches += 1
-        if self.batches in MARKS:
-            self.sizes.append(allocated())
-
-    @property
-    def growth(self) -> float:
-        return growth_between(self.sizes)
-
-
-class NotingWindows(WindowCallback):
-    """A callback of the user's."""
-
-    def on_window_end(self, run_context, record):
-        self.last = record
-
-
-def test_memory_is_flat_with_each_callback(tmp_path):
-    """One step, compiled once. Each callback has a training of its own."""
-    ms.set_context(mode=ms.GRAPH_MODE)
-    network = Losses("aux")
-    optimizer = optim.SGD(network.trainable_params(), 1e-3)
-    cell = GradAccumulationCell(network, 2, accumulation_steps=4, aux=True, record_noise=True)
-    model = ms.Model(cell, optimizer=optimizer)
-    rows = np.ones((MARKS[-1] * 4, 4), np.float32)
-    data_set = NumpySlicesDataset((rows, rows), shuffle=False).batch(4)
-    with open(os.devnull, "w") as nowhere:
-        callbacks = (
-            AccumulationScheduler({0: 4}),
-            FlushAccumulation(),
-            GradNoiseScale(),
-            NotingWindows(),
-            ProgressBar(nowhere, show=True),
-            TrainingMetrics({"mean": lambda outputs: outputs.mean()}, show=False),
-            UpdateCheckpoint(5, directory=str(tmp_path), config=CheckpointConfig(keep_checkpoint_max=2)),
-            UpdateScheduler(optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9999)),
-            WindowMonitor(tmp_path / "windows.jsonl"),
-            AdaptiveAccumulation(min_steps=4),  # last, because it sets the length of later windows
-        )
-        of_package = {getattr(gaccum_ms, name) for name in gaccum_ms.__all__ if name != "GradAccumulation"}
-        public = {value for value in of_package if isinstance(value, type) and issubclass(value, ms.train.Callback)}
-        assert {type(callback) for callback in callbacks} - {NotingWindows} == public - {WindowCallback}
-        grown = {}
-        for callback in (None, *callbacks):
-            memory = Memory()
-            model.train(1, data_set, callbacks=[*filter(None, (callback,)), memory], dataset_sink_mode=False)
-            grown[type(callback).__name__] = memory.growth
-    without = grown.pop("NoneType")  # below 0: the data set frees the rows that it has read
-    assert without < MOST
-    assert max(grown.values()) - without < MOST, (without, grown)

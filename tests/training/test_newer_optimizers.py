@@ -132,16 +132,6 @@ def test_settings_that_a_compiled_update_does_not_read_are_refused(pynative):
         np.testing.assert_array_equal(as_numpy(weight), weights[weight.name])
 
 
-def test_an_eager_update_reads_all_settings(pynative):
-    weight = ms.Parameter(Tensor([1.0, 1.0]), name="weight")
-    optimizer = optim.SGD([weight], lr=0.5)
-    accumulator = GradAccumulator(optimizer, 1, jit=False)
-    accumulator((Tensor([1.0, 1.0]),))
-    optimizer.param_groups[0].update(lr=0.0)
-    accumulator((Tensor([1.0, 1.0]),))
-    assert weight.asnumpy().tolist() == [0.5, 0.5]
-
-
 def test_an_optimizer_that_writes_nothing_is_refused_before_the_first_batch(pynative):
     """MindSpore's own step silently trains nothing with it."""
     network = Regression()

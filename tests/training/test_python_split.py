@@ -20,17 +20,11 @@ from gaccum_ms import (
     resume,
 )
 from tests.support import reference
-from tests.support.modes import MODES, eagerly
+from tests.support.modes import eagerly
 from tests.support.reference import Clipped, Outer, Regression, as_numpy, batches, fails_once, relative_error
 from tests.support.state import assert_identical, everything, manager
 
 TOLERANCE = 1e-5
-MASK = CountMask()
-
-
-class SummedRegression(Regression):
-    def construct(self, x, y):
-        return super().construct(x, y) * x.shape[0]
 
 
 def momentum(weights):
@@ -67,9 +61,9 @@ def make_step(split=uneven, network=Regression, **options):
 
 
 @eagerly()
-def whole(data, network=Regression, max_norm=None):
+def whole(data, max_norm=None):
     """Losses and state of MindSpore's step on whole batches."""
-    loss_cell = network()
+    loss_cell = Regression()
     optimizer = momentum(loss_cell.trainable_params())
     step = nn.TrainOneStepCell(loss_cell, optimizer).set_train()
     if max_norm is not None:
@@ -100,51 +94,6 @@ def graphs(step):
 
 
 # -- what a step returns -----------------------------------------------------------------------------------------------
-
-
-class Returning(nn.Cell):
-    """A mean, and outputs: rows, an input, and a number that changes later."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = ms.Parameter(Tensor([1.0, 2.0]), name="weight")
-        self.number = ms.Parameter(Tensor(5.0), name="number", requires_grad=False)
-
-    def construct(self, x, y):
-        loss = ops.square(x * self.weight - y).mean()
-        loss = ops.depend(loss, ops.assign_add(self.number, Tensor(1.0)))
-        return loss, x * self.weight, y, self.number
-
-
-def halves(x, y):
-    return [(x[:2], y[:2]), (x[2:], y[2:])]
-
-
-@pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
-@pytest.mark.parametrize("options", [{"micro_size": 2}, {"split": halves}], ids=["even", "function"])
-def test_every_output_is_a_tensor_of_its_own(options, pynative):
-    step = reference.make_step(Returning(), scale_sense=manager(4.0, 1), aux=True, accumulation_steps=2, **options)
-    returned = []
-    for number in range(3):
-        x, y = np.full((4, 2), number + 1, np.float32), np.full((4, 2), number, np.float32)
-        outputs = step(Tensor(x), Tensor(y))
-        assert [type(one) for one in outputs] == [Tensor] * 6
-        returned.append((outputs, [one.asnumpy().copy() for one in outputs]))
-    for outputs, values in returned:
-        for one, value in zip(outputs, values, strict=True):
-            np.testing.assert_array_equal(one.asnumpy(), value)
-
-
-@pytest.mark.parametrize("split", [None, halves], ids=["even", "function"])
-def test_each_batch_of_a_window_that_is_asked_for_later_returns_its_own_mean(split, pynative):
-    network = nn.Dense(1, 1, weight_init="zeros", bias_init="zeros")
-    options = {"micro_size": 2} if split is None else {"split": split}
-    step = reference.make_step(nn.WithLossCell(network, nn.MSELoss()), **options)
-    step.set_accumulation_steps(3)
-    losses = [step(Tensor(np.ones((4, 1), np.float32)), Tensor(np.full((4, 1), k, np.float32))) for k in range(1, 4)]
-    assert [float(one.asnumpy()) for one in losses] == [1, 4, 9]
-    assert all(type(one) is Tensor for one in losses)
-    assert int(step.update_count.asnumpy()) == 1
 
 
 class States(nn.Cell):
@@ -181,26 +130,15 @@ def test_outputs_of_a_function_are_joined_or_refused_before_the_update(pynative)
 # -- equality with the whole batch -------------------------------------------------------------------------------------
 
 DATA = batches(7, 6)
-OPTIONS = {
-    "count": {"count": MASK, "max_grad_norm": 0.1},
-    "drops": {"overflow": "drop_micro_batch", "scale_sense": manager(), "accumulators": Accumulators(compensated=True)},
-    "windows": {"accumulation_steps": 2, "count": MASK, "scale_sense": manager()},
-    "sum": {"reduction": "sum", "network": SummedRegression},
-}
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [("windows", "graph"), ("count", "pynative"), ("sum", "pynative"), ("drops", "jit")],
-)
-def test_an_uneven_split_equals_the_whole_batch(name, mode):
-    ms.set_context(mode=MODES["pynative" if mode == "jit" else mode])
-    options = dict(OPTIONS[name], jit=mode == "jit" or None)
-    data = masked(DATA) if "count" in options else DATA
-    step = make_step(**options)
+@pytest.mark.parametrize(("mode", "steps"), [("graph", 2), ("pynative", 1)], indirect=["mode"])
+def test_an_uneven_split_equals_the_whole_batch(mode, steps):
+    data = masked(DATA)
+    options = {"count": CountMask(), "accumulation_steps": steps, "max_grad_norm": 0.1}
+    step = make_step(scale_sense=manager(), accumulators=Accumulators(compensated=True), **options)
     losses = run(step, data)
-    steps, network = options.get("accumulation_steps", 1), options.get("network", Regression)
-    whole_losses, expected = whole(joined(data, steps), network, options.get("max_grad_norm"))
+    whole_losses, expected = whole(joined(data, steps), max_norm=0.1)
     assert_close(state(step.optimizer), expected)
     if steps == 1:
         np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
@@ -210,7 +148,7 @@ def test_an_uneven_split_equals_the_whole_batch(name, mode):
     assert int(step.batch_count.asnumpy()) == len(data)
     assert int(step.update_count.asnumpy()) == len(data) // steps
     assert not int(step.window_position.asnumpy())
-    assert graphs(step) == ((2, 1) if mode != "pynative" else (0, 0))  # the first micro-batch and the last are alike
+    assert graphs(step) == ((2, 1) if mode == "graph" else (0, 0))  # the first micro-batch and the last are alike
 
 
 class PartsOfDict:
@@ -317,11 +255,8 @@ def test_what_fails_half_way_drops_its_window(pynative):
 
 
 @pytest.mark.filterwarnings("ignore:.*failed half-way")
-@pytest.mark.parametrize("split", [uneven, None])
-def test_an_update_that_fails_leaves_nothing_of_its_batch(split, pynative):
-    sizes = {} if split else {"micro_size": 3}
-    transforms = (fails_once(MemoryError("in the update")),)
-    step = make_step(split, accumulation_steps=2, transforms=transforms, **sizes)
+def test_an_update_that_fails_leaves_nothing_of_its_batch(pynative):
+    step = make_step(accumulation_steps=2, transforms=(fails_once(MemoryError("in the update")),))
     with pytest.raises(MemoryError):
         run(step, DATA[:2])
     run(step, DATA[2:4])
@@ -346,22 +281,6 @@ def test_an_overflow_drops_the_window_or_its_micro_batch(pynative):
     rest = [tuple(np.delete(column, 3, axis=0) for column in poisoned[0])]
     assert_close(state(step.optimizer), whole(rest)[1])
     assert float(step.dropped_micro_batches.asnumpy()) == 1
-    assert [float(step.window_count.asnumpy()), float(step.batch_items.asnumpy())] == [6, 7]
-
-
-def test_a_bad_count_spoils_its_window_and_no_other(pynative):
-    data = masked(DATA[:2])
-    bad = [np.array(one) for one in data[0]]
-    bad[2][4:] = -1
-    step = make_step(count=MASK)
-    before = state(step.optimizer)
-    with pytest.raises(
-        ValueError, match=r"not negative, but got \[\[.*-3.0\]\] .* The window that the batch is in does"
-    ):
-        step(*map(Tensor, bad))
-    assert_close(state(step.optimizer), before)
-    run(step, data)
-    assert_close(state(step.optimizer), whole(data)[1])
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
