@@ -103,27 +103,18 @@ def state(step):
 # -- as with an explicit number ----------------------------------------------------------------------------------------
 
 
-def auto_step(size, **options):
-    """A step that has its size, without a search."""
-    step = make_step(Regression(), micro_batch_size=AutoSize(PLENTY), **options)
-    step._runner.runner.cut_into(size)
-    return step
-
-
-def number_step(size, **options):
-    """A step that is given its size. PyNative mode compiles nothing."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    return make_step(Regression(), micro_batch_size=size, **options | {"jit": False})
-
-
 def test_trains_as_with_the_number(pynative):
     """Micro-batches have six samples, so the last is smaller; the last batch is short. The last bits may differ: in
     them, CPU kernels depend on the weights' addresses."""
     data = [*batches(16, 2), *batches(5, 1, seed=8)]
     options = {"count": CountNotIgnored(), "accumulators": Accumulators(compensated=True)}
     runs = []
-    for make in (auto_step, number_step):
-        step = make(6, **options)
+    for name in ("auto", "number"):
+        if name == "auto":
+            step = make_step(Regression(), micro_batch_size=AutoSize(PLENTY), **options)
+            step._runner.runner.cut_into(6)  # without a search
+        else:
+            step = make_step(Regression(), micro_batch_size=6, jit=False, **options)
         losses = run(step, data)
         assert step.micro_batch_size == 6
         values = {one.name.removeprefix("network."): as_numpy(one) for one in step.network.get_parameters()}

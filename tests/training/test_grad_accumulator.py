@@ -42,51 +42,9 @@ from tests.training.test_step import TRACES, trace
 # How a loop runs: "jit" is a user's compiled function around everything.
 WAYS = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
 
-EQUAL, UNEQUAL = (9, 9, 9), (13, 5, 9)  # samples of a window's batches
+UNEQUAL = (13, 5, 9)  # samples of a window's batches
 DATA = batches(27, 2)  # each is one window
 TOLERANCE = 1e-5  # as in test_equivalence.py
-
-
-class Loop:
-    """The loop that a user writes: loss and gradients of a batch, then a call of the accumulator."""
-
-    def __init__(self, way, steps=3, optimizer="momentum", by_samples=False, **options):
-        ms.set_context(mode=WAYS[way])
-        network = Regression()
-        self.optimizer = OPTIMIZERS[optimizer](network.trainable_params())
-        self.accumulator = accumulator = GradAccumulator(self.optimizer, steps, jit=False, **options)
-
-        def forward(x, y):
-            loss = network(x, y)
-            return accumulator.scale(loss), loss
-
-        if by_samples:
-            grad_fn = accumulator.value_and_grad(forward, has_aux=True)
-        else:
-            grad_fn = ms.value_and_grad(forward, None, self.optimizer.parameters, has_aux=True)
-
-        def train_step(x, y, *count):
-            (_, loss), gradients = grad_fn(x, y)
-            return loss, accumulator(gradients, *count)
-
-        self.train_step = ms.jit(train_step) if way == "jit" else train_step
-
-    def __call__(self, x, y, *count):
-        loss, updated = self.train_step(Tensor(x), Tensor(y), *(Tensor(one, ms.float32) for one in count))
-        return float(loss.asnumpy()), bool(updated)
-
-    def run(self, sizes, counted) -> Run:
-        """Train on each window of the data in batches of `sizes`; the losses are the windows' means."""
-        losses = []
-        for x, y in DATA:
-            parts = [
-                (*part, float(len(part[0]))) if counted else part
-                for part in zip(*(np.split(value, np.cumsum(sizes)[:-1]) for value in (x, y)), strict=True)
-            ]
-            results = [self(*part) for part in parts]
-            assert [updated for _, updated in results] == [False] * (len(parts) - 1) + [True]
-            losses.append(np.average([loss for loss, _ in results], weights=sizes))
-        return Run(np.array(losses), trained(self.optimizer))
 
 
 def trained(optimizer) -> dict[str, np.ndarray]:
@@ -133,27 +91,56 @@ def place(accumulator) -> tuple[int, int]:
 # -- equivalence -------------------------------------------------------------------------------------------------------
 
 
+def parts_of(window, sizes=UNEQUAL):
+    """A window's batches."""
+    return list(zip(*(np.split(column, np.cumsum(sizes)[:-1]) for column in window), strict=True))
+
+
 @functools.cache
-def joined_batch(optimizer) -> Run:
+def joined_batch() -> Run:
     """The reference: MindSpore's own step on whole windows. PyNative mode compiles nothing."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     network = Regression()
-    return train(nn.TrainOneStepCell, network, OPTIMIZERS[optimizer](network.trainable_params()), DATA)
+    return train(nn.TrainOneStepCell, network, OPTIMIZERS["momentum"](network.trainable_params()), DATA)
 
 
 @pytest.mark.parametrize(
-    ("way", "optimizer", "sizes", "counted", "scale"),
-    [
-        ("pynative", "sgd", UNEQUAL, "samples", 8.0),
-        ("jit", "sgd", EQUAL, False, None),
-        ("graph", "sgd", EQUAL, False, "manager"),
-        ("pynative", "momentum", UNEQUAL, True, None),
-    ],
+    ("way", "weight", "scale"),
+    [("pynative", "samples", 8.0), ("jit", None, None), ("graph", None, "manager"), ("pynative", "counts", None)],
     ids=["samples", "jit", "graph, scaled", "counted"],
 )
-def test_successive_batches_equal_the_joined_batch(way, optimizer, sizes, counted, scale):
-    loop = Loop(way, len(sizes), optimizer, by_samples=counted == "samples", scale_sense=make_scale(scale))
-    assert_equivalent(loop.run(sizes, counted is True), joined_batch(optimizer), TOLERANCE)
+def test_successive_batches_equal_the_joined_batch(way, weight, scale):
+    """The loop that a user writes: loss and gradients of a batch, then a call of the accumulator. Batches of a window
+    have as many samples each, or weigh by them."""
+    expected = joined_batch()
+    ms.set_context(mode=WAYS[way])
+    network = Regression()
+    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
+    accumulator = GradAccumulator(optimizer, 3, jit=False, scale_sense=make_scale(scale))
+
+    def forward(x, y):
+        loss = network(x, y)
+        return accumulator.scale(loss), loss
+
+    if weight == "samples":
+        grad_fn = accumulator.value_and_grad(forward, has_aux=True)
+    else:
+        grad_fn = ms.value_and_grad(forward, None, optimizer.parameters, has_aux=True)
+
+    def train_step(x, y, *count):
+        (_, loss), gradients = grad_fn(x, y)
+        return loss, accumulator(gradients, *count)
+
+    call = ms.jit(train_step) if way == "jit" else train_step
+    sizes, losses = UNEQUAL if weight else (9, 9, 9), []
+    for window in DATA:
+        results = []
+        for part in parts_of(window, sizes):
+            count = [float(len(part[0]))] if weight == "counts" else []
+            results.append(call(*map(Tensor, [*part, *count])))
+        assert [bool(updated) for _, updated in results] == [False, False, True]
+        losses.append(np.average([float(loss.asnumpy()) for loss, _ in results], weights=sizes))
+    assert_equivalent(Run(np.array(losses), trained(optimizer)), expected, TOLERANCE)
 
 
 # -- results of a call, and values that it does not change -------------------------------------------------------------
@@ -305,17 +292,6 @@ def test_a_loop_may_multiply_by_the_scale_itself(pynative):
     assert moved(accumulator) == [1.0, 2.0]
 
 
-def test_drop_micro_batch_leaves_one_batch_out_and_divides_by_what_is_left():
-    accumulator = make_accumulator(3, scale="manager", overflow="drop_micro_batch")
-    accumulator(gradient(2.0 * 1024), 1)
-    accumulator(gradient(float("inf")), 7)
-    assert accumulator(gradient(6.0 * 1024), 3) is True
-    assert moved(accumulator) == [5.0, 0.0]
-    assert float(accumulator.dropped_micro_batches.asnumpy()) == 1
-    assert float(accumulator.window_count.asnumpy()) == 4
-    assert float(accumulator.scale_sense.asnumpy()) == 512.0
-
-
 def test_drop_micro_batch_beside_transforms():
     """MindSpore compiled no check of the inputs beside that of the finished gradients."""
     transforms = (SkipSpikes(norm=100.0), ClipByGlobalNorm(100.0), WeightAverage(0.9))
@@ -333,7 +309,7 @@ def test_drop_micro_batch_beside_transforms():
 @pytest.mark.parametrize("way", ["graph", "pynative"])
 def test_records_are_those_of_the_steps_monitor(way):
     ms.set_context(mode=WAYS[way])
-    data = [part for batch in DATA for part in zip(*(np.split(one, [13, 18]) for one in batch), strict=True)]
+    data = [part for window in DATA for part in parts_of(window)]
     network, network_of_step = Regression(), Regression()
     optimizer, optimizer_of_step = (
         nn.Momentum(one.trainable_params(), nn.ExponentialDecayLR(0.1, 0.5, 1), 0.9)
@@ -366,6 +342,7 @@ def test_a_loss_in_a_record_is_the_windows_mean_without_what_is_left_out(pynativ
     accumulator(gradient(3.0 * 1024), 1, loss=2.0)
     accumulator(gradient(float("inf")), 7, loss=Tensor(float("nan")))
     assert accumulator(gradient(3.0 * 1024), 3, loss=Tensor(6.0, ms.float16)) is True
+    assert moved(accumulator) == [3.0, 0.0]
     record = accumulator.record()
     assert (record.loss, record.losses[0], record.losses[2]) == (5.0, 2.0, 6.0)
     assert (record.count, record.counts, record.dropped_micro_batches) == (4.0, (1.0, 7.0, 3.0), 1)
@@ -493,30 +470,24 @@ def test_an_optimizer_with_state_in_a_list_is_refused_within_a_graph(pynative):
 
 
 def test_goes_on_from_a_checkpoint_in_mid_window(tmp_path):
-    """By `resume` in the middle of training. Loaded values are bit-identical. Later ones differ in the last bit,
-    because CPU kernels add in an order that depends on the weights' addresses."""
-    options = {"accumulators": Accumulators(ms.bfloat16, compensated=True), "max_grad_norm": 0.5}
-    data = batches(9, 6)
-    saved, fresh = (Loop("pynative", 3, "adam", scale_sense=manager(), **options) for _ in range(2))
-    for batch in data[:2]:
-        saved(*batch, 4.0)
+    """By `resume` in the middle of training, or MindSpore's own functions."""
+    options = {"accumulators": Accumulators(ms.bfloat16, compensated=True), "max_grad_norm": 0.5, "scale": "manager"}
+    saved, fresh = (make_accumulator(3, "adam", **options) for _ in range(2))
+    for number in (1, 2):
+        saved(gradient(1e3 * number, -number), 4)
     path = str(tmp_path / "window.safetensors")
-    ms.save_checkpoint(saved.accumulator, path, format="safetensors")
-    values = ms.load_checkpoint(path, format="safetensors")
-    assert ms.load_param_into_net(fresh.accumulator, values) == ([], [])
-    assert_identical(everything(fresh.accumulator), everything(saved.accumulator))
-    for batch in data[4:]:
-        fresh(*batch, 4.0)
-    resume(fresh.accumulator, path)
-    assert place(fresh.accumulator) == (0, 2)
-    assert_identical(everything(fresh.accumulator), everything(saved.accumulator))
-    updates = []
-    for count, batch in enumerate(data[2:]):
-        (loss, updated), again = saved(*batch, count + 1.0), fresh(*batch, count + 1.0)
-        assert again == (pytest.approx(loss, rel=1e-6), updated)
-        updates.append(updated)
-        assert_close(everything(fresh.accumulator), everything(saved.accumulator))
-    assert updates == [True, False, False, True]
+    ms.save_checkpoint(saved, path, format="safetensors")
+    assert ms.load_param_into_net(fresh, ms.load_checkpoint(path, format="safetensors")) == ([], [])
+    assert_identical(everything(fresh), everything(saved))
+    for number in (5, 6):
+        fresh(gradient(1e3, number), number)
+    resume(fresh, path)
+    assert place(fresh) == (0, 2)
+    assert_identical(everything(fresh), everything(saved))
+    for number in range(1, 5):
+        updates = [one(gradient(1e3 * number, -number), number) for one in (saved, fresh)]
+        assert updates == [number in (1, 4)] * 2
+        assert_close(everything(fresh), everything(saved))
 
 
 # -- bad input: one clear error, and nothing has changed ---------------------------------------------------------------
@@ -599,19 +570,20 @@ def test_gradients_that_know_their_samples_are_not_mixed_with_others():
 
 def test_gradients_that_a_loop_changes_weigh_by_their_samples(pynative):
     """Those of two calls are added, as an adversarial part, or a second loss, adds them."""
+    expected = joined_batch()
     network = Regression()
     optimizer = OPTIMIZERS["momentum"](network.trainable_params())
     accumulator = GradAccumulator(optimizer, 3, jit=False)
     grad_fns = [accumulator.value_and_grad(network) for _ in range(2)]
     losses = []
-    for x, y in DATA:
+    for window in DATA:
         results = []
-        for part in zip(*(np.split(value, np.cumsum(UNEQUAL)[:-1]) for value in (x, y)), strict=True):
+        for part in parts_of(window):
             (loss, gradients), (_, others) = (grad_fn(*map(Tensor, part)) for grad_fn in grad_fns)
             results.append(float(loss))
             accumulator(tuple(ops.nan_to_num(one + other) / 2 for one, other in zip(gradients, others, strict=True)))
         losses.append(np.average(results, weights=UNEQUAL))
-    assert_equivalent(Run(np.array(losses), trained(optimizer)), joined_batch("momentum"), TOLERANCE)
+    assert_equivalent(Run(np.array(losses), trained(optimizer)), expected, TOLERANCE)
 
 
 def test_calls_of_several_sizes_need_a_count():

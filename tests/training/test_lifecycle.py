@@ -19,8 +19,8 @@ X, Y = np.ones((4, 3), np.float32), np.ones((4, 3), np.float32)
 class Distilled(nn.Cell):
     """A student learns from a copy of it."""
 
-    def __init__(self, student, auto_prefix=False):
-        super().__init__(auto_prefix=auto_prefix)
+    def __init__(self, student):
+        super().__init__(auto_prefix=False)
         self.student, self.teacher = student, copy.deepcopy(student)
         for weight in self.teacher.get_parameters():
             weight.requires_grad = False
@@ -33,17 +33,17 @@ class Distilled(nn.Cell):
 class ScaledLoss(nn.Cell):
     """A loss with a Parameter that has the name of a Dense's."""
 
-    def __init__(self, trained):
+    def __init__(self):
         super().__init__()
-        self.weight = ms.Parameter(Tensor(np.full(3, 2.0, np.float32)), name="weight", requires_grad=trained)
+        self.weight = ms.Parameter(Tensor(np.full(3, 2.0, np.float32)), name="weight", requires_grad=False)
 
     def construct(self, outputs, labels):
         return (self.weight * ops.square(outputs - labels)).mean()
 
 
 class Around(nn.Cell):
-    def __init__(self, inner, auto_prefix):
-        super().__init__(auto_prefix=auto_prefix)
+    def __init__(self, inner):
+        super().__init__(auto_prefix=False)
         self.inner = inner
 
     def construct(self, x):
@@ -69,14 +69,10 @@ class HoldsAnother(nn.Momentum):
         self.another = ms.Parameter(Tensor(np.full(3, 5.0, np.float32)), name="weight", requires_grad=False)
 
 
-def normed():
-    return nn.SequentialCell(nn.Dense(3, 3), nn.LayerNorm((3,)))
-
-
 NESTINGS = {
     "teacher": lambda: (Distilled(nn.Dense(3, 3)), nn.MSELoss(), nn.Momentum),
-    "deep teacher": lambda: (Around(Around(Distilled(normed()), False), False), nn.MSELoss(), nn.Momentum),
-    "loss": lambda: (nn.Dense(3, 3), ScaledLoss(False), nn.Momentum),
+    "deep teacher": lambda: (Around(Around(Distilled(nn.Dense(3, 3)))), nn.MSELoss(), nn.Momentum),
+    "loss": lambda: (nn.Dense(3, 3), ScaledLoss(), nn.Momentum),
     "optimizer and teacher": lambda: (Distilled(nn.Dense(3, 3)), nn.MSELoss(), HoldsAnother),
     "our names": lambda: (nn.SequentialCell(Named("scale"), Named("window")), nn.MSELoss(), nn.Momentum),
 }

@@ -183,39 +183,25 @@ def data_set():
     return NumpySlicesDataset((X.reshape((-1, FEATURES))[:30], Y.ravel()[:30]), shuffle=False).batch(SAMPLES)
 
 
-def fit(model, scheduler, epochs, **options):
+def fit(model, scheduler):
     monitor = WindowMonitor()
-    model.train(epochs, data_set(), callbacks=[FlushAccumulation(), scheduler, monitor], **options)
+    model.train(1, data_set(), callbacks=[FlushAccumulation(), scheduler, monitor])
     return [record.learning_rate for record in monitor.records]
 
 
 def test_schedulers_step_once_per_update_and_go_on_from_a_checkpoint(tmp_path, pynative):
     model, scheduler = model_of_two()
-    rates, file = fit(model, scheduler, 1), str(tmp_path / "step.ckpt")
+    rates, file = fit(model, scheduler), str(tmp_path / "step.ckpt")
     ms.save_checkpoint(model.train_network, file)
-    rates += fit(model, scheduler, 1)
+    rates += fit(model, scheduler)
     np.testing.assert_allclose(rates, expected_rates(6), rtol=1e-5)
     resumed, its_scheduler = model_of_two()
     resume(resumed, file)
-    np.testing.assert_allclose(fit(resumed, its_scheduler, 1), rates[3:], rtol=1e-5)
+    np.testing.assert_allclose(fit(resumed, its_scheduler), rates[3:], rtol=1e-5)
     wanted = {one.name: as_numpy(one) for one in model.train_network.get_parameters()}
     for one in resumed.train_network.get_parameters():
         if "random_state" not in one.name:
             np.testing.assert_array_equal(as_numpy(one), wanted[one.name], err_msg=one.name)
-
-
-def test_rates_and_maxima_are_in_checkpoints_without_a_callback_too(tmp_path, pynative):
-    network = Regression()
-    optimizer = mint.optim.Adam(network.trainable_params(), 0.05, amsgrad=True)
-    accumulator, file = GradAccumulator(optimizer, 1), str(tmp_path / "accumulator.ckpt")
-    names = {one.name for one in accumulator.get_parameters()}
-    assert names >= {"learning_rate_group_0", "max_exp_avg_sq.hidden", "max_exp_avg_sq.out"}
-    optimizer.lrs[0].set_data(Tensor(0.25))
-    ms.save_checkpoint(accumulator, file)
-    optimizer.lrs[0].set_data(Tensor(0.5))
-    with pytest.warns(UserWarning, match="has another 'learning_rate_group_0' than the optimizer"):
-        resume(accumulator, file)
-    assert float(as_numpy(optimizer.lrs[0])) == 0.25
 
 
 def test_bad_schedulers_are_refused_before_training(pynative):
@@ -223,14 +209,15 @@ def test_bad_schedulers_are_refused_before_training(pynative):
     weights = network.trainable_params()
     one, other = optim.SGD(weights, 0.1), optim.SGD(weights, 0.1)
     exponential = lr_scheduler.ExponentialLR(one, 0.5)
-    with pytest.raises(TypeError, match=r"must be LRSchedulers of .*, but got \['ReduceLROnPlateau'\]"):
-        UpdateScheduler(lr_scheduler.ReduceLROnPlateau(one))
-    with pytest.raises(TypeError, match=r"but got \[\]"):
-        UpdateScheduler()
-    with pytest.raises(ValueError, match="must be of one optimizer"):
-        UpdateScheduler(exponential, lr_scheduler.ExponentialLR(other, 0.5))
-    with pytest.raises(ValueError, match="'UpdateScheduler', the optimizer must read its learning rate at each update"):
-        UpdateScheduler(lr_scheduler.ExponentialLR(mint.optim.SGD(weights, 0.1), 0.5))
+    unread = lr_scheduler.ExponentialLR(mint.optim.SGD(weights, 0.1), 0.5)
+    for schedulers, error, message in (
+        ([lr_scheduler.ReduceLROnPlateau(one)], TypeError, r"must be LRSchedulers of .* got \['ReduceLROnPlateau'\]"),
+        ([], TypeError, r"but got \[\]"),
+        ([exponential, lr_scheduler.ExponentialLR(other, 0.5)], ValueError, "must be of one optimizer"),
+        ([unread], ValueError, "'UpdateScheduler', the optimizer must read its learning rate at each update"),
+    ):
+        with pytest.raises(error, match=message):
+            UpdateScheduler(*schedulers)
     model = ms.Model(GradAccumulationCell(network, 2), optimizer=other)
     with pytest.raises(ValueError, match="must be of the optimizer that a GradAccumulationCell is trained with"):
         model.train(1, data_set(), callbacks=[UpdateScheduler(exponential)])
@@ -313,11 +300,7 @@ def test_a_loops_bad_schedulers_are_refused(pynative):
     weight = ms.Parameter(Tensor([0.0]), name="weight")
     one, other = optim.SGD([weight], 0.1), optim.SGD([weight], 0.1)
     for scheduler, error, words in (
-        (
-            lr_scheduler.ReduceLROnPlateau(one),
-            TypeError,
-            r"but got \['ReduceLROnPlateau'\]. Red.* needs a metric: call",
-        ),
+        (lr_scheduler.ReduceLROnPlateau(one), TypeError, r"but got \['ReduceLROnPlateau'\]. .* needs a metric: call"),
         (0.1, TypeError, r"LRSchedulers of .*, but got \['float'\]"),
         (lr_scheduler.StepLR(other, 2), ValueError, "be of the optimizer that the accumulator calls, but got"),
         (Stretched(one, in_parameter=False), ValueError, "keep its state in Parameters, .*'Stretched', .*'calls'"),
