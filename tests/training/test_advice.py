@@ -1,4 +1,4 @@
-"""What a step says about its network at the first run, with a remedy; and that the remedy is exact."""
+"""What a step says about its network at the first run, with a remedy. That remedies are exact: test_remedies.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import (
-    CountClassWeights,
     CountNotIgnored,
     GradAccumulationCell,
     GradAccumulator,
@@ -19,9 +18,8 @@ from gaccum_ms import (
 )
 from gaccum_ms.backend.code_of_cells import named_cells
 from tests.support import reference
-from tests.support.reference import FEATURES, Regression, as_numpy, relative_error, vector
+from tests.support.reference import FEATURES, Regression
 
-TOLERANCE = 1e-5
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, FEATURES)).astype(np.float32)
 WEIGHTS = Tensor(np.array([1.0, 5.0, 20.0], np.float32))
@@ -52,24 +50,6 @@ def told(step, *batch) -> list[str]:
 # -- losses that a look at the network reveals -------------------------------------------------------------------------
 
 
-def test_class_weights_are_told_and_their_count_is_exact(pynative):
-    def make():
-        return nn.WithLossCell(dense(), nn.CrossEntropyLoss(weight=WEIGHTS))
-
-    (text,) = told(make_step(make(), micro_size=4, check=None), X, IGNORED)
-    assert "the loss '_loss_fn' has class weights" in text
-    assert "count=gaccum_ms.CountClassWeights(weight)" in text
-    results = []
-    for step_of in (
-        lambda network: nn.TrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.1)).set_train(),
-        lambda network: make_step(network, micro_size=4, count=CountClassWeights(WEIGHTS)),
-    ):
-        network = make()
-        loss = step_of(network)(Tensor(X), Tensor(IGNORED))
-        results.append(np.append(vector(network.trainable_params()), as_numpy(loss)))
-    assert relative_error(results[1], results[0]) < TOLERANCE
-
-
 def without_ignored(x, y):
     return [(x[number : number + 1], y[number : number + 1]) for number in range(len(x)) if int(y[number]) >= 0]
 
@@ -79,20 +59,10 @@ class Functional(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.net, self.importance = dense(), Tensor(WEIGHTS)
+        self.net = dense()
 
     def construct(self, x, y):
         return ops.cross_entropy(self.net(x), y)
-
-
-class Two(Functional):
-    """The second call neither hides the first nor is told as another one."""
-
-    def construct(self, x, y):
-        return self.weighted(self.net(x), y) + ops.cross_entropy(self.net(x), y)
-
-    def weighted(self, outputs, y):
-        return ops.cross_entropy(outputs, y, self.importance)
 
 
 class Shifted(nn.Cell):
@@ -127,7 +97,6 @@ ALIKE = np.where(np.arange(7) < 1, -100, TOKENS).astype(np.int32)
         (nn.WithLossCell(dense(), nn.NLLLoss()), IGNORED, {}, "count=gaccum_ms.CountNotIgnored();"),
         (nn.WithLossCell(dense(), nn.RMSELoss()), ONE_HOT, {}, "gaccum_ms.WithBatchLossCell(backbone, loss)"),
         (Functional(), IGNORED, {}, "'ops.cross_entropy' is a mean over the labels that are not -100"),
-        (Two(), LABELS, {}, "CountClassWeights(weight)"),
         (Shifted(), PADDED, {}, "CountNotIgnored(position=1); with shift=1"),
         # No false alarm: nothing is ignored, or by all alike; a sum, the user's own count, probabilities as labels.
         (Functional(), LABELS, {}, None),
@@ -150,30 +119,14 @@ def test_the_remedy_fits_the_loss(network, labels, options, said, pynative):
 # -- hand-written loops ------------------------------------------------------------------------------------------------
 
 
-class Trainer:
-    def __init__(self):
-        self.net, self.loss = dense(), nn.CrossEntropyLoss()
-
-    def forward(self, x, y):
-        return self.loss(self.net(x), y)
-
-
 def closure(net, loss):
-    def forward(x, y):
-        return loss(net(x), y)
-
-    return forward
-
-
-def by_function(net):
-    return lambda x, y: ops.cross_entropy(net(x), y)
+    return lambda x, y: loss(net(x), y)
 
 
 FUNCTIONS = {
     "method of a network": lambda: of_classes().construct,
     "closure": lambda: closure(dense(), nn.CrossEntropyLoss()),
-    "method": lambda: Trainer().forward,
-    "function": lambda: by_function(dense()),
+    "function": lambda: closure(dense(), ops.cross_entropy),
 }
 
 
@@ -198,13 +151,6 @@ def test_a_loop_is_told_of_ignored_labels_as_the_cell_is(kind, pynative):
     assert text.startswith("For 'GradAccumulator', the loss '")
     assert "accumulator(gradients, gaccum_ms.CountNotIgnored()(*batch))" in text
     assert told_in_a_loop(FUNCTIONS[kind](), *halves, counts=CountNotIgnored()) == []
-
-
-def test_labels_that_only_a_later_batch_of_the_window_ignores_are_told(pynative):
-    kept = np.zeros(4, np.int32)
-    parts = [(X[:4], kept), (X[4:], np.where([1, 0, 0, 0], -100, kept))]
-    assert len(told_in_a_loop(FUNCTIONS["closure"](), *parts)) == 1
-    assert told_in_a_loop(FUNCTIONS["closure"](), parts[0], parts[0]) == []
 
 
 # -- state and summaries -----------------------------------------------------------------------------------------------
@@ -357,15 +303,6 @@ def test_distributed_data_parallel_is_refused_with_the_mode_that_replaces_it(pyn
 # -- evaluation mode ---------------------------------------------------------------------------------------------------
 
 
-class ReadsItsMode(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.dense = dense(1)
-
-    def construct(self, x):
-        return ops.dropout(self.dense(x), 0.5, self.training)
-
-
 def normed(**options):
     return nn.SequentialCell(dense(2), nn.BatchNorm1d(2, **options), nn.Dense(2, 1))
 
@@ -373,7 +310,6 @@ def normed(**options):
 NETWORKS = {
     "dropout": lambda: nn.SequentialCell(dense(1), nn.Dropout(p=0.5)),
     "batch norm": normed,
-    "its own": ReadsItsMode,
     "frozen by choice": lambda: normed(use_batch_statistics=False),
 }
 

@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import resource
 import warnings
-from typing import Any
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops, train
-from mindspore.dataset import GeneratorDataset
+from mindspore import Tensor, nn, ops
 
 from gaccum_ms import (
     Accumulators,
     AutoSize,
     CountNotIgnored,
-    FlushAccumulation,
     GradAccumulationCell,
-    TrainOneStepWithGradAccumulationCell,
     WindowBatchNorm,
     audit,
 )
-from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.memory.proc import sizes_in
 from tests.support import reference
@@ -192,34 +187,6 @@ def test_not_even_one_sample(pynative):
     assert [int(one.asnumpy()) for one in (step.batch_count, step.update_count, step.window_position)] == [4, 1, 0]
 
 
-def test_model_train_searches_once(monkeypatch, pynative):
-    """Two epochs of batches of which the last is short; all callbacks see every batch. A flush before the search has
-    nothing to do."""
-    from gaccum_ms.memory.trial import Trials
-
-    tried, one_trial = [], Trials.run
-    monkeypatch.setattr(Trials, "run", lambda self, size: tried.append(size) or one_trial(self, size))
-    data = [*batches(4, 3), *batches(3, 1)]
-
-    def trained(**options):
-        network = Regression()
-        cell = GradAccumulationCell(network, accumulation_steps=3, **options)
-        model = ms.Model(cell, optimizer=OPTIMIZERS["momentum"](network.trainable_params()))
-        assert not model.train_network.flush()
-        model.train(
-            2,
-            GeneratorDataset(data, ["x", "y"], shuffle=False),
-            callbacks=[train.LossMonitor(), FlushAccumulation()],
-        )
-        return model.train_network
-
-    step = trained(micro_batch_size=AutoSize(PLENTY))
-    assert len(tried) == len(set(tried)) > 0
-    assert [int(one.asnumpy()) for one in (step.batch_count, step.update_count)] == [8, 4]
-    assert step.micro_batch_size == 4
-    assert relative_error(vector(step.weights), vector(trained().weights)) < 1e-5
-
-
 class FourthPower(nn.Cell):
     """Computes a tensor of 64 bytes times the features times the fourth power of the samples: 67 MB for 32 samples of
     one feature, and 1.07 GB, more than there is, for 64 samples, or for 32 samples of sixteen features. It is a single
@@ -234,45 +201,31 @@ class FourthPower(nn.Cell):
         return tiled.mean() * x.mean() + 0.5 * ops.square(self.weight).sum()
 
 
-def train_in_a_small_address_space() -> tuple[list[int], list[str], np.ndarray, np.ndarray]:
-    """In a new process: the sizes of four batches, MindSpore's errors, and the weights with what they must be."""
+def train_in_a_small_address_space() -> tuple[list[int], np.ndarray, np.ndarray]:
+    """In a new process: the sizes of four batches, and the weights with what they must be."""
     ms.set_context(mode=ms.GRAPH_MODE)
-    errors, sizes = [], []
-
-    def notes_and_says(error: BaseException) -> bool:
-        errors.append(repr(error)[:300])
-        return is_out_of_memory(error)
-
-    def step_of(network: nn.Cell, **options: Any) -> TrainOneStepWithGradAccumulationCell:
-        cell = GradAccumulationCell(network, **options)
-        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-        return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-
     # A training of few samples makes MindSpore's threads, before there is a limit.
-    step_of(FourthPower(), micro_size=1)(Tensor(np.ones((4, 1), np.float32))).asnumpy()
+    reference.make_step(FourthPower(), micro_size=1)(Tensor(np.ones((4, 1), np.float32))).asnumpy()
     network = FourthPower()
-    step = step_of(network, micro_batch_size=AutoSize(1 << 50, notes_and_says))
+    step = reference.make_step(network, micro_batch_size=AutoSize(1 << 50))
     room = sizes_in("/proc/self/status")["VmSize"] + 900_000_000
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
-    expected, moment = as_numpy(network.weight), 0.0
+    sizes, expected = [], as_numpy(network.weight)
     for features in (1, 1, 16, 16):
         batch = np.full((64, features), 0.1 * features, np.float32)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "For 'GradAccumulationCell', memory ran out")
             step(Tensor(batch)).asnumpy()
         sizes.append(step.micro_batch_size)
-        moment = 0.9 * moment + batch.mean() / 16 + expected
-        expected = expected - 0.1 * moment
-    return sizes, errors, as_numpy(network.weight), expected
+        expected = expected - 0.1 * (batch.mean() / 16 + expected)
+    return sizes, as_numpy(network.weight), expected
 
 
 def test_a_real_limit_of_the_address_space():
     """MindSpore fails to allocate memory in the search, and later for a batch of longer samples; training goes on."""
-    sizes, errors, weights, expected = alone(train_in_a_small_address_space)
+    sizes, weights, expected = alone(train_in_a_small_address_space)
     assert sizes[:2] == [32, 32]
     assert sizes[2] in (8, 16)
-    assert len(errors) > 1
-    assert all("bad_alloc" in error or "Memory not enough" in error for error in errors), errors
     # A mean over 268 million float32 is not exact; counting a batch twice, or half of it, would be an error of 5 %.
     np.testing.assert_allclose(weights, expected, rtol=5e-3)
 

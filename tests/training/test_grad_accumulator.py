@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import math
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from mindspore.dataset import GeneratorDataset
 
 from gaccum_ms import (
     Accumulators,
     ClipByGlobalNorm,
-    GradAccumulationCell,
     GradAccumulator,
     SkipSpikes,
     Transform,
     WeightAverage,
-    WindowMonitor,
     resume,
 )
 from tests.support.reference import (
@@ -36,13 +31,12 @@ from tests.support.reference import (
     train,
 )
 from tests.support.reuse import Reused
-from tests.support.state import assert_close, assert_identical, everything, manager
+from tests.support.state import assert_identical, everything, manager
 from tests.training.test_step import TRACES, trace
 
 # How a loop runs: "jit" is a user's compiled function around everything.
 WAYS = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE, "jit": ms.PYNATIVE_MODE}
 
-UNEQUAL = (13, 5, 9)  # samples of a window's batches
 DATA = batches(27, 2)  # each is one window
 TOLERANCE = 1e-5  # as in test_equivalence.py
 
@@ -91,19 +85,6 @@ def place(accumulator) -> tuple[int, int]:
 # -- equivalence -------------------------------------------------------------------------------------------------------
 
 
-def parts_of(window, sizes=UNEQUAL):
-    """A window's batches."""
-    return list(zip(*(np.split(column, np.cumsum(sizes)[:-1]) for column in window), strict=True))
-
-
-@functools.cache
-def joined_batch() -> Run:
-    """The reference: MindSpore's own step on whole windows. PyNative mode compiles nothing."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    network = Regression()
-    return train(nn.TrainOneStepCell, network, OPTIMIZERS["momentum"](network.trainable_params()), DATA)
-
-
 @pytest.mark.parametrize(
     ("way", "weight", "scale"),
     [("pynative", "samples", 8.0), ("jit", None, None), ("graph", None, "manager"), ("pynative", "counts", None)],
@@ -112,7 +93,9 @@ def joined_batch() -> Run:
 def test_successive_batches_equal_the_joined_batch(way, weight, scale):
     """The loop that a user writes: loss and gradients of a batch, then a call of the accumulator. Batches of a window
     have as many samples each, or weigh by them."""
-    expected = joined_batch()
+    ms.set_context(mode=ms.PYNATIVE_MODE)  # compiles nothing
+    network = Regression()
+    expected = train(nn.TrainOneStepCell, network, OPTIMIZERS["momentum"](network.trainable_params()), DATA)
     ms.set_context(mode=WAYS[way])
     network = Regression()
     optimizer = OPTIMIZERS["momentum"](network.trainable_params())
@@ -132,29 +115,15 @@ def test_successive_batches_equal_the_joined_batch(way, weight, scale):
         return loss, accumulator(gradients, *count)
 
     call = ms.jit(train_step) if way == "jit" else train_step
-    sizes, losses = UNEQUAL if weight else (9, 9, 9), []
+    sizes, losses = (13, 5, 9) if weight else (9, 9, 9), []
     for window in DATA:
         results = []
-        for part in parts_of(window, sizes):
+        for part in zip(*(np.split(column, np.cumsum(sizes)[:-1]) for column in window), strict=True):
             count = [float(len(part[0]))] if weight == "counts" else []
             results.append(call(*map(Tensor, [*part, *count])))
         assert [bool(updated) for _, updated in results] == [False, False, True]
         losses.append(np.average([float(loss.asnumpy()) for loss, _ in results], weights=sizes))
     assert_equivalent(Run(np.array(losses), trained(optimizer)), expected, TOLERANCE)
-
-
-# -- results of a call, and values that it does not change -------------------------------------------------------------
-
-
-def test_returns_true_at_updates_alone_and_tells_its_place(mode):
-    accumulator = make_accumulator(3, way=mode)
-    seen = []
-    for kind in (tuple, list) * 3 + (tuple,):
-        updated = accumulator(kind(gradient(1.0)))
-        assert updated is True or updated is False
-        seen.append((updated, *place(accumulator)))
-    window = [(False, 1), (False, 2), (True, 0)]
-    assert seen == [(done, (i + 1) // 3, position) for i, (done, position) in enumerate([*window, *window, window[0]])]
 
 
 # -- flush, clear, no_update -------------------------------------------------------------------------------------------
@@ -222,23 +191,6 @@ def test_no_update_lets_a_window_go_on_until_the_first_call_after_it(mode):
     assert moved(accumulator) == [6.0, 0.0]
 
 
-# -- clipping ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("max_norm", "expected", "mode"),
-    [(1.0, [0.6, 0.8], "graph"), (6.0, [3.0, 4.0], "pynative")],
-    indirect=["mode"],
-)
-def test_clips_the_windows_mean_gradient_once(max_norm, expected, mode):
-    """The mean of (6, 0) and (0, 8) is (3, 4), of norm 5; each clipped to 1 their mean would be (0.5, 0.5)."""
-    accumulator = make_accumulator(2, way=mode, max_grad_norm=max_norm, scale=1024.0)
-    for one in ([6.0, 0.0], [0.0, 8.0]):
-        accumulator((Tensor(one, ms.float32) * 1024.0,))
-    assert moved(accumulator) == expected
-    np.testing.assert_allclose(accumulator.grad_norm.asnumpy(), 5.0, rtol=1e-6)
-
-
 # -- loss scaling and overflow -----------------------------------------------------------------------------------------
 
 
@@ -270,16 +222,8 @@ def test_a_scale_that_no_loss_was_multiplied_by_is_refused(pynative):
     with pytest.raises(RuntimeError, match=message):
         accumulator(gradient(8.0))
     assert_identical(everything(accumulator), before)
-    accumulator.scale(Tensor(1.0, ms.float32))
-    assert bool(accumulator(gradient(8.0)))
-    assert moved(accumulator) == [1.0, 0.0]
 
-
-def test_a_loop_may_multiply_by_the_scale_itself(pynative):
-    weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
-    accumulator = GradAccumulator(nn.SGD([weight], 1.0), 1, scale_sense=Tensor(8.0, ms.float32), jit=False)
-
-    def loss(x):
+    def loss(x):  # a loop may multiply by the scale itself
         return (weight * x).sum() * accumulator.scale_sense
 
     gradient_of = ms.grad(loss, None, accumulator.weights)
@@ -304,34 +248,6 @@ def test_drop_micro_batch_beside_transforms():
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["graph", "pynative"])
-def test_records_are_those_of_the_steps_monitor(way):
-    ms.set_context(mode=WAYS[way])
-    data = [part for window in DATA for part in parts_of(window)]
-    network, network_of_step = Regression(), Regression()
-    optimizer, optimizer_of_step = (
-        nn.Momentum(one.trainable_params(), nn.ExponentialDecayLR(0.1, 0.5, 1), 0.9)
-        for one in (network, network_of_step)
-    )
-    monitor = WindowMonitor()
-    cell = GradAccumulationCell(network_of_step, 1, accumulation_steps=3, max_grad_norm=0.5)
-    data_set = GeneratorDataset(data, ["x", "y"], shuffle=False)
-    ms.Model(cell, optimizer=optimizer_of_step).train(1, data_set, callbacks=[monitor], dataset_sink_mode=False)
-    accumulator = GradAccumulator(optimizer, 3, jit=way != "pynative", max_grad_norm=0.5)
-    grad_fn, records = accumulator.value_and_grad(network), []
-    for batch in data:
-        loss, gradients = grad_fn(*map(Tensor, batch))
-        if accumulator(gradients, loss=loss):
-            records.append(accumulator.record(epoch=1))
-    assert len(records) == len(monitor.records) == len(DATA)
-    for record, expected in zip(records, monitor.records, strict=True):
-        assert record.seconds > 0
-        assert record.counts == UNEQUAL
-        fields, wanted = (dataclasses.replace(one, seconds=1.0) for one in (record, expected))
-        for name, value in dataclasses.asdict(wanted).items():
-            assert getattr(fields, name) == (value if value is None else pytest.approx(value, rel=1e-5)), name
 
 
 def test_a_loss_in_a_record_is_the_windows_mean_without_what_is_left_out(pynative):
@@ -421,73 +337,27 @@ class CountsUpdates(Transform):
         return tuple(gradient * (self.made / self.made) for gradient in gradients)
 
 
-class ListMomentum(nn.Optimizer):
-    def __init__(self, parameters, rate):
-        super().__init__(rate, parameters)
-        self.moments = [ops.zeros_like(parameter) for parameter in self.parameters]
-
-    def construct(self, gradients):
-        for index, parameter in enumerate(self.parameters):
-            self.moments[index] = 0.5 * self.moments[index] + gradients[index]
-            ops.assign(parameter, parameter - self.get_lr() * self.moments[index])
-        return True
-
-
 def test_compiles_by_default_and_says_where_it_cannot(pynative):
     typed = {"__name__": "__main__"}
     exec(SOURCE_IN_NO_FILE, typed)
     # fmt: off
     cases = [
-        (nn.SGD, (), {}, None),
-        (nn.SGD, (typed["typed"],), {}, "'typed', whose source is in no file"),
-        (nn.SGD, (lambda gradients: gradients,), {}, "a lambda within other code, in line"),
-        (nn.SGD, (CountsUpdates(),), {}, r"writes self\.made of 'CountsUpdates'\. So the accumulator runs eagerly"),
-        (ListMomentum, (), {}, r"writes self\.moments\[0\] of 'ListMomentum'\. So the accumulator runs eagerly"),
-        (nn.SGD, (CountsUpdates(),), {"jit": False}, None),
+        ((), {}, None),
+        ((typed["typed"],), {}, "'typed', whose source is in no file"),
+        ((lambda gradients: gradients,), {}, "a lambda within other code, in line"),
+        ((CountsUpdates(),), {}, r"writes self\.made of 'CountsUpdates'\. So the accumulator runs eagerly"),
+        ((CountsUpdates(),), {"jit": False}, None),
     ]
     # fmt: on
-    for optimizer, transforms, options, problem in cases:
+    for transforms, options, problem in cases:
         weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
         expected = contextlib.nullcontext() if problem is None else pytest.warns(UserWarning, match=problem)
         with expected as warned:
-            accumulator = GradAccumulator(optimizer([weight], 1.0), 2, transforms=transforms, **options)
+            accumulator = GradAccumulator(nn.SGD([weight], 1.0), 2, transforms=transforms, **options)
         assert problem is None or len(warned) == 1
         assert [accumulator(gradient(x)) for x in (1.0, 3.0)] == [False, True]
         assert moved(accumulator) == [2.0, 0.0]
         assert bool(accumulator.compile_cache) == (problem is None and not options)
-
-
-def test_an_optimizer_with_state_in_a_list_is_refused_within_a_graph(pynative):
-    weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
-    with pytest.warns(UserWarning, match="runs eagerly"):
-        accumulator = GradAccumulator(ListMomentum([weight], 1.0), 1)
-    with pytest.raises(ValueError, match=r"writes self\.moments\[0\] of 'ListMomentum'"):
-        ms.jit(lambda gradients: accumulator(gradients))((Tensor([1.0, 2.0]),))
-    assert weight.asnumpy().tolist() == [10.0, 20.0]
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def test_goes_on_from_a_checkpoint_in_mid_window(tmp_path):
-    """By `resume` in the middle of training, or MindSpore's own functions."""
-    options = {"accumulators": Accumulators(ms.bfloat16, compensated=True), "max_grad_norm": 0.5, "scale": "manager"}
-    saved, fresh = (make_accumulator(3, "adam", **options) for _ in range(2))
-    for number in (1, 2):
-        saved(gradient(1e3 * number, -number), 4)
-    path = str(tmp_path / "window.safetensors")
-    ms.save_checkpoint(saved, path, format="safetensors")
-    assert ms.load_param_into_net(fresh, ms.load_checkpoint(path, format="safetensors")) == ([], [])
-    assert_identical(everything(fresh), everything(saved))
-    for number in (5, 6):
-        fresh(gradient(1e3, number), number)
-    resume(fresh, path)
-    assert place(fresh) == (0, 2)
-    assert_identical(everything(fresh), everything(saved))
-    for number in range(1, 5):
-        updates = [one(gradient(1e3 * number, -number), number) for one in (saved, fresh)]
-        assert updates == [number in (1, 4)] * 2
-        assert_close(everything(fresh), everything(saved))
 
 
 # -- bad input: one clear error, and nothing has changed ---------------------------------------------------------------
@@ -568,24 +438,6 @@ def test_gradients_that_know_their_samples_are_not_mixed_with_others():
     assert float(accumulator.window_count.asnumpy()) == 4
 
 
-def test_gradients_that_a_loop_changes_weigh_by_their_samples(pynative):
-    """Those of two calls are added, as an adversarial part, or a second loss, adds them."""
-    expected = joined_batch()
-    network = Regression()
-    optimizer = OPTIMIZERS["momentum"](network.trainable_params())
-    accumulator = GradAccumulator(optimizer, 3, jit=False)
-    grad_fns = [accumulator.value_and_grad(network) for _ in range(2)]
-    losses = []
-    for window in DATA:
-        results = []
-        for part in parts_of(window):
-            (loss, gradients), (_, others) = (grad_fn(*map(Tensor, part)) for grad_fn in grad_fns)
-            results.append(float(loss))
-            accumulator(tuple(ops.nan_to_num(one + other) / 2 for one, other in zip(gradients, others, strict=True)))
-        losses.append(np.average(results, weights=UNEQUAL))
-    assert_equivalent(Run(np.array(losses), trained(optimizer)), expected, TOLERANCE)
-
-
 def test_calls_of_several_sizes_need_a_count():
     accumulator = make_accumulator(2)
     grad_fn = accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
@@ -601,41 +453,28 @@ def test_calls_of_several_sizes_need_a_count():
     accumulator(both, 5)
 
 
-FORGETS = {
-    "a call": lambda accumulator, grad_fn: accumulator(gradient(1.0), 1),
-    "a call that fails": lambda accumulator, grad_fn: accumulator(gradient(1.0), -1),
-    "a flush": lambda accumulator, grad_fn: accumulator.flush(),
-    "a clear": lambda accumulator, grad_fn: accumulator.clear(),
-}
-
-
-@pytest.mark.parametrize("event", FORGETS)
-def test_a_batch_that_is_skipped_shifts_nothing(event):
+def test_a_batch_that_is_skipped_shifts_nothing():
     """Its samples are forgotten with what ended it."""
     accumulator = make_accumulator(1)
     grad_fn = accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
-    grad_fn(Tensor([1.0, 2.0, 3.0]))
-    with contextlib.suppress(TypeError, ValueError):
-        FORGETS[event](accumulator, grad_fn)
-    _, gradients = grad_fn(Tensor([1.0, 2.0]))
-    assert accumulator(tuple(gradients)) is True
-    assert float(accumulator.window_count.asnumpy()) == 2
-    assert accumulator(gradient(1.0)) is True
-    assert accumulator.record().counted == "batches"
+    for end in (accumulator.clear, accumulator.flush, lambda: accumulator(gradient(1.0), 1)):
+        grad_fn(Tensor([1.0, 2.0, 3.0]))
+        end()
+        _, gradients = grad_fn(Tensor([1.0, 2.0]))
+        assert accumulator(tuple(gradients)) is True
+        assert float(accumulator.window_count.asnumpy()) == 2
 
 
 # -- an optimizer that removes a scale ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by", ["max_grad_norm", "transforms"])
-def test_a_scale_that_the_optimizer_removes_is_left_out_of_norms(by, pynative):
+def test_a_scale_that_the_optimizer_removes_is_left_out_of_norms(pynative):
     """A loop that multiplies its loss by the optimizer's `loss_scale` clips the gradient that the optimizer applies."""
-    clip = {"max_grad_norm": 0.5} if by == "max_grad_norm" else {"transforms": (largest_half,)}
     weights = []
     for scale in (1.0, 128.0):
         network = Regression()
         optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9, loss_scale=scale)
-        accumulator = GradAccumulator(optimizer, 2, jit=False, **clip)
+        accumulator = GradAccumulator(optimizer, 2, jit=False, max_grad_norm=0.5)
         gradient = ms.grad(lambda x, y, n=network, s=scale: n(x, y) * s * 50.0, None, optimizer.parameters)
         for x, y in batches(6, 4):
             accumulator(gradient(Tensor(x), Tensor(y.astype(np.float32))))
@@ -643,8 +482,3 @@ def test_a_scale_that_the_optimizer_removes_is_left_out_of_norms(by, pynative):
     before = np.concatenate([as_numpy(one).ravel() for one in Regression().get_parameters()])
     assert relative_error(weights[1], weights[0]) < 1e-6
     assert np.abs(weights[0] - before).max() > 1e-3
-
-
-def largest_half(gradients):
-    """Clips each number, as a transform."""
-    return tuple(ops.clamp(one, -0.5, 0.5) for one in gradients)

@@ -105,16 +105,12 @@ def test_refuses_bad_networks_optimizers_and_modes(parallel_context):
     ):
         with pytest.raises(error, match=message):
             TrainOneStepWithGradAccumulationCell(network_of_step, its_optimizer)
-    for options, message in (
-        ({"parallel_mode": "hybrid_parallel"}, r"must be .*, but got 'hybrid_parallel'.*semi_auto_parallel"),
-        (
-            {"parallel_mode": "stand_alone", "pipeline_stages": 2},
-            r"'pipeline_stages' must be 1 in .* 'stand_alone', but got 2",
-        ),
-    ):
-        parallel_context(**options)
-        with pytest.raises(RuntimeError, match=message):
-            TrainOneStepWithGradAccumulationCell(cell, optimizer)
+    parallel_context(parallel_mode="hybrid_parallel")
+    with pytest.raises(RuntimeError, match=r"must be .*, but got 'hybrid_parallel'.*semi_auto_parallel"):
+        TrainOneStepWithGradAccumulationCell(cell, optimizer)
+    parallel_context(parallel_mode="stand_alone", pipeline_stages=2)
+    with pytest.raises(RuntimeError, match=r"'pipeline_stages' must be 1 in .* 'stand_alone', but got 2"):
+        TrainOneStepWithGradAccumulationCell(cell, optimizer)
 
 
 # -- hand-worked gradients ---------------------------------------------------------------------------------------------
