@@ -23,6 +23,7 @@ from gaccum_ms import (
     MaxTokens,
     SkipSpikes,
     WeightAverage,
+    WithBatchLossCell,
 )
 from tests.support.reference import Outer, make_step
 
@@ -85,6 +86,13 @@ class Tokens(nn.Cell):
 
     def construct(self, tokens):
         return (self.layers(self.embedding(tokens)) ** 2).mean()
+
+
+class Spread(nn.Cell):
+    """A loss of the whole batch."""
+
+    def construct(self, outputs):
+        return ((outputs - outputs.mean(0)) ** 2).mean() + (outputs**2).mean()
 
 
 X, Y = Tensor(np.ones((4, 4), np.float32)), Tensor(np.tile(np.float32([1, 0, 1, 1]), (4, 1)))
@@ -184,6 +192,11 @@ def accumulated(in_jit: bool = False) -> Callable[[], object]:
     return train
 
 
+def of_the_whole_batch():
+    network = WithBatchLossCell(nn.SequentialCell([nn.Dense(4, 4) for _ in range(LAYERS)]), Spread())
+    return in_turn(make_step(network, micro_size=2, jit=True), ((X,),))
+
+
 def within_another_graph():
     return in_turn(Outer(make_step(Losses(), micro_size=4, accumulation_steps=2)), ((X, Y),))
 
@@ -209,6 +222,7 @@ IN_GRAPH_MODE: dict[str, Callable[[], Callable]] = {
     ),
     "auto": lambda: a_step(micro_size=None, micro_batch_size=AutoSize(memory_limit=1 << 36)),
     "tokens": tokens,
+    "of-batch": of_the_whole_batch,
     "inside": within_another_graph,
     "accumulator": accumulated,
     "accumulator-drop": lambda: an_accumulator(4, 3.0, True, reduction="sum", overflow="drop_micro_batch"),
