@@ -97,7 +97,7 @@ ALIKE = np.where(np.arange(7) < 1, -100, TOKENS).astype(np.int32)
         (nn.WithLossCell(dense(), nn.NLLLoss()), IGNORED, {}, "count=gaccum_ms.CountNotIgnored();"),
         (nn.WithLossCell(dense(), nn.RMSELoss()), ONE_HOT, {}, "gaccum_ms.WithBatchLossCell(backbone, loss)"),
         (Functional(), IGNORED, {}, "'ops.cross_entropy' is a mean over the labels that are not -100"),
-        (Shifted(), PADDED, {}, "CountNotIgnored(position=1); with shift=1"),
+        (Shifted(), PADDED, {}, "CountNotIgnored(); with shift=1"),
         # No false alarm: nothing is ignored, or by all alike; a sum, the user's own count, probabilities as labels.
         (Functional(), LABELS, {}, None),
         (Shifted(), ALIKE, {}, None),
@@ -161,7 +161,7 @@ class Stateful(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.dense, self.assign_add, self.summary = dense(), ops.AssignAdd(), ops.ScalarSummary()
+        self.dense = dense()
         self.center = ms.Parameter(Tensor(np.zeros(3, np.float32)), name="center", requires_grad=False)
         self.matched = ms.Parameter(Tensor(0, ms.int32), name="matched", requires_grad=False)
 
@@ -171,6 +171,10 @@ class Stateful(nn.Cell):
 
 
 class ByPrimitive(Stateful):
+    def __init__(self):
+        super().__init__()
+        self.assign_add = ops.AssignAdd()
+
     def written(self, out):
         return ops.depend(out, self.assign_add(self.matched, Tensor(1, ms.int32)))
 
@@ -212,6 +216,10 @@ class OnlyNamedAlike(Stateful):
 
 
 class WithSummary(Stateful):
+    def __init__(self):
+        super().__init__()
+        self.summary = ops.ScalarSummary()
+
     def written(self, out):
         self.summary("mean", out.mean())
         return out
@@ -273,30 +281,29 @@ def test_forward_hooks_in_a_compiled_loss_of_the_batch_are_told(pynative):
 class DistributedDataParallel(nn.Cell):
     """Stands for MindSpore's, which runs on Ascend only: its name, and its hooks on weights."""
 
-    def __init__(self, network, hooks):
+    def __init__(self, network):
         super().__init__(auto_prefix=False)
         self.network = network
-        for weight in network.trainable_params() if hooks else ():
+        for weight in network.trainable_params():
             weight.register_hook(self.reduce)
 
     def reduce(self, gradient):
         return gradient * 1.0
 
-    def construct(self, *inputs):
-        return self.network(*inputs)
-
 
 def test_distributed_data_parallel_is_refused_with_the_mode_that_replaces_it(pynative):
-    remedy = r"in a DistributedDataParallel.*parallel_mode='data_parallel', gradients_mean=True"
-    with pytest.raises(ValueError, match=f"the network must not be {remedy}"):
-        GradAccumulationCell(nn.WithLossCell(DistributedDataParallel(dense(), False), nn.CrossEntropyLoss()), 2)
-    cell = GradAccumulationCell(Regression(), 2)
-    optimizer = nn.SGD(cell.trainable_params(), 0.1)
-    cell.network.hidden.register_hook(lambda gradient: gradient)  # a hook of the user's own is none of theirs
+    network = Regression()
+    cell, optimizer = GradAccumulationCell(network, 2), nn.SGD(network.trainable_params(), 0.1)
+    network.hidden.register_hook(lambda gradient: gradient)  # a hook of the user's own is none of theirs
     GradAccumulator(optimizer, 2)
-    DistributedDataParallel(cell.network, True)  # the weights are hooked, though the cell has not the wrapper
-    for make in (lambda: TrainOneStepWithGradAccumulationCell(cell, optimizer), lambda: GradAccumulator(optimizer, 2)):
-        with pytest.raises(ValueError, match=f"'hidden' and 1 other.* {remedy}"):
+    wrapper = DistributedDataParallel(network)
+    for make, what in (
+        (lambda: GradAccumulationCell(wrapper, 2), "the network must not be"),
+        (lambda: TrainOneStepWithGradAccumulationCell(cell, optimizer), "'hidden' and 1 other"),
+        (lambda: GradAccumulator(optimizer, 2), "'hidden' and 1 other"),
+    ):
+        remedy = "in a DistributedDataParallel.*parallel_mode='data_parallel', gradients_mean=True"
+        with pytest.raises(ValueError, match=f"{what}.* {remedy}"):
             make()
 
 

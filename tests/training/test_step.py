@@ -14,6 +14,7 @@ from tests.support.reference import (
     FEATURES,
     OPTIMIZERS,
     Line,
+    Outer,
     Regression,
     as_numpy,
     batches,
@@ -81,10 +82,10 @@ class LossAndLogits(nn.Cell):
         return ops.cross_entropy(logits, y), logits
 
 
-def test_what_is_no_loss_is_refused_before_anything_changes(pynative):
+def test_what_is_no_loss_is_refused_before_anything_changes():
     losses = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss(reduction="none"))
     for network, message in (
-        (losses, r"scalar loss of shape \(\), but got shape \(\d,\)"),
+        (Outer(losses), r"scalar loss of shape \(\), but got shape \(\d,\)"),
         (LossAndLogits(), r"must return 1 loss\(es\), .* but got 2 output\(s\).* set aux=True"),
     ):
         step = make_step(network, micro_size=3)
