@@ -19,9 +19,7 @@ from gaccum_ms import (
     Accumulators,
     AutoSize,
     CountNotIgnored,
-    GradAccumulationCell,
     WindowBatchNorm,
-    audit,
 )
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.memory.proc import sizes_in
@@ -255,13 +253,6 @@ def test_is_refused_in_another_graph():
     step = make_step(Regression(), micro_batch_size="auto")
     with pytest.raises(RuntimeError, match=r"'auto' needs Python between the batches, .*dataset_sink_mode=False"):
         Outer(step)(*map(Tensor, batches(8, 1)[0]))
-
-
-def test_is_refused_by_audit():
-    network = Regression()
-    cell = GradAccumulationCell(network, micro_batch_size="auto")
-    with pytest.raises(ValueError, match="the number of micro-batches must be given"):
-        audit(cell, OPTIMIZERS["sgd"](network.trainable_params()), *map(Tensor, batches(8, 1)[0]))
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
