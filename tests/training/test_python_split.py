@@ -165,23 +165,6 @@ def test_a_batch_may_be_a_dict_and_a_split_any_object_that_is_callable(pynative)
     assert_close(state(step.optimizer), expected)
 
 
-# -- compilations ------------------------------------------------------------------------------------------------------
-
-
-def test_each_set_of_shapes_is_compiled_once():
-    ms.set_context(mode=ms.GRAPH_MODE)
-    step = make_step(lambda x, y: [(x[:3], y[:3]), (x[3:], y[3:])], accumulation_steps=2)
-    data = [batches(samples, 1, seed)[0] for seed, samples in enumerate((6, 8, 6, 8))]  # 3 + 3, 3 + 5
-    numbers = []
-    for batch in data:
-        step(*map(Tensor, batch))
-        numbers.append(graphs(step)[0])
-        step.set_accumulation_steps(1)  # of windows to come
-    assert numbers == [1, 2, 2, 2]
-    assert graphs(step)[1] == 1
-    assert_close(state(step.optimizer), whole([*joined(data[:2], 2), *data[2:]])[1])
-
-
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
