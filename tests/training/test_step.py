@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
-from tests.support import reference
+from tests.support import paths, reference
 from tests.support.modes import eagerly
 from tests.support.reference import (
     FEATURES,
@@ -131,19 +135,6 @@ def test_hand_worked_gradient(mode, micro_size):
     assert loss.shape == ()
 
 
-# -- accumulators ------------------------------------------------------------------------------------------------------
-
-
-def test_accumulators_are_zero_after_every_update():
-    """There is also one compilation per shape."""
-    step = make_step(micro_size=3)
-    assert len(step.accu_grads) == len(step.weights)
-    for samples in (9, 9, 4, 9, 4):
-        step(*batch(samples))
-        assert not any(as_numpy(accumulator).any() for accumulator in step.accu_grads)
-    assert len(step.compile_cache) == 2
-
-
 # -- compilation and eager execution -----------------------------------------------------------------------------------
 
 
@@ -204,6 +195,23 @@ def test_jit_compiles_the_step_once_by_graph_modes_path(pynative):
     assert losses[0] > losses[1] > losses[-1] > 90
     ms.load_param_into_net(network, first)
     assert [float(step(batch(9)[0], ops.ones(9))) for _ in range(4)] == losses
+
+
+def compile_graphs() -> None:
+    """The next test runs this in a separate process, because MindSpore reads its option to save graphs only once."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    for micro_size in (2, 6):
+        make_step(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size=micro_size)(*batch(18))
+
+
+def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
+    saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(tmp_path), "MS_DEV_DUMP_IR_PASSES": "validate"}
+    saving["PYTHONPATH"] = paths.python_path()
+    command = [sys.executable, "-c", "from tests.training import test_step; test_step.compile_graphs()"]
+    subprocess.run(command, env={**os.environ, **saving}, check=True, capture_output=True, timeout=600)
+    finished = sorted(tmp_path.glob("**/*_validate_*.ir"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    few, many = (path.read_text().count("MatMul(") for path in finished)
+    assert few == many > 0
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
