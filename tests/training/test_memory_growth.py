@@ -10,37 +10,19 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from mindspore.dataset import NumpySlicesDataset
-from mindspore.experimental import optim
-from mindspore.train import CheckpointConfig
 
-import gaccum_ms
 from gaccum_ms import (
-    AccumulationScheduler,
-    AdaptiveAccumulation,
     AutoSize,
-    ClipByGlobalNorm,
-    FlushAccumulation,
-    GradAccumulationCell,
     GradAccumulator,
-    GradNoiseScale,
     MaxTokens,
-    ProgressBar,
     SkipSpikes,
-    TrainingMetrics,
-    Transform,
-    UpdateCheckpoint,
-    UpdateScheduler,
     WeightAverage,
-    WindowCallback,
-    WindowMonitor,
     WithBatchLossCell,
 )
 from tests.support.reference import Outer, make_step
@@ -75,10 +57,6 @@ def growth(train: Callable[[], object]) -> float:
         train()
         if batch in MARKS:
             sizes.append(allocated())
-    return growth_between(sizes)
-
-
-def growth_between(sizes: Sequence[int]) -> float:
     return min(later - earlier for earlier, later in itertools.pairwise(sizes)) / BATCHES
 
 
@@ -97,9 +75,7 @@ class Losses(nn.Cell):
             return errors.sum(), (y > 0).sum()
         if self.kind == "several":
             return errors.mean(), ops.abs(outputs).mean()
-        if self.kind == "aux":
-            return errors.mean(), outputs
-        return errors.sum() if self.kind == "sum" else errors.mean()
+        return errors.mean()
 
 
 class Tokens(nn.Cell):
@@ -117,17 +93,6 @@ class Spread(nn.Cell):
 
     def construct(self, outputs):
         return ((outputs - outputs.mean(0)) ** 2).mean() + (outputs**2).mean()
-
-
-class EverySecond(Transform):
-    """Allows every second update."""
-
-    def prepare(self, network):
-        self.asked = self.state("asked", np.zeros((), np.int32))
-
-    def allows(self, gradients):
-        asked = ops.assign_add(self.asked, Tensor(1, ms.int32))
-        return ops.depend(self.asked, asked) % 2 == 0
 
 
 X, Y = Tensor(np.ones((4, 4), np.float32)), Tensor(np.tile(np.float32([1, 0, 1, 1]), (4, 1)))
@@ -205,22 +170,9 @@ def an_accumulator(accumulation_steps=2, count=None, scaled=False, **options) ->
     return train
 
 
-def of_the_whole_batch():
-    network = WithBatchLossCell(nn.SequentialCell([nn.Dense(4, 4) for _ in range(LAYERS)]), Spread())
-    return in_turn(make_step(network, micro_size=2, jit=True), ((X,),))
-
-
 def tokens():
     split = MaxTokens(16, length=lengths, widths=2)
     return in_turn(make_step(Tokens(), split=split, count=real_tokens, jit=True, check=None), ((TOKENS,),))
-
-
-def within_another_graph(**options):
-    return in_turn(Outer(make_step(Losses(), micro_size=4, **options)), ((X, Y),))
-
-
-def two_links():
-    return SkipSpikes(norm=1e9), WeightAverage(0.9)
 
 
 def accumulated(in_jit: bool = False) -> Callable[[], object]:
@@ -240,19 +192,20 @@ def accumulated(in_jit: bool = False) -> Callable[[], object]:
     return train
 
 
-QUICK: dict[str, Callable[[], Callable]] = {
+def of_the_whole_batch():
+    network = WithBatchLossCell(nn.SequentialCell([nn.Dense(4, 4) for _ in range(LAYERS)]), Spread())
+    return in_turn(make_step(network, micro_size=2, jit=True), ((X,),))
+
+
+def within_another_graph():
+    return in_turn(Outer(make_step(Losses(), micro_size=4, accumulation_steps=2)), ((X, Y),))
+
+
+# Each kind of ledger, each way to train once, and each branch of a graph that some calls skip.
+IN_GRAPH_MODE: dict[str, Callable[[], Callable]] = {
     "windows": lambda: a_step(scale_sense=manager, accumulation_steps=4),
-    "count": lambda: a_step(count=positive, overflow="drop_micro_batch", batches=overflowing()),
-    "tokens": tokens,
-    "accumulator": accumulated,
-}
-
-UNMEASURED: dict = {"check": None}  # these losses are not the means that `positive` says
-
-# Each way to train once, and each branch of a graph that some calls skip.
-THOROUGH: dict[str, Callable[[], Callable]] = {
     "one-batch": lambda: a_step(record_noise=True, max_grad_norm=1.0, optimizer=lambda weights: nn.Adam(weights, 1e-3)),
-    "windows-of-2": lambda: a_step(accumulation_steps=2, record_noise=True, max_grad_norm=1.0, micro_size=3),
+    "count": lambda: a_step(count=positive, overflow="drop_micro_batch", batches=overflowing()),
     "count-windows": lambda: a_step(
         count=positive,
         record_noise=True,
@@ -260,106 +213,35 @@ THOROUGH: dict[str, Callable[[], Callable]] = {
         accumulation_steps=2,
         min_count=1.0,
         batches=uncounted(),
-        **UNMEASURED,
+        check=None,  # these losses are not the means that `positive` says
     ),
-    "drop-windows": lambda: a_step(overflow="drop_micro_batch", accumulation_steps=2, batches=overflowing()),
-    "sum": lambda: a_step("sum", reduction="sum", count=positive, overflow="drop_micro_batch"),
     "ratio": lambda: a_step("ratio", reduction="ratio", micro_size=3),
     "several": lambda: a_step("several", loss_weights=(1.0, 0.5)),
-    "several-counts": lambda: a_step(
-        "several", loss_weights=(1.0, 0.5), count=(positive, positive), batches=uncounted(), **UNMEASURED
+    "transforms": lambda: a_step(
+        transforms=(SkipSpikes(norm=1e9), WeightAverage(0.9)), scale_sense=manager, batches=overflowing()
     ),
-    "aux": lambda: a_step("aux", aux=True, count=positive, record_noise=True, micro_size=3),
-    "vetoes": lambda: a_step(transforms=(EverySecond(),), scale_sense=manager, batches=overflowing()),
-    "transforms-windows": lambda: a_step(transforms=two_links(), accumulation_steps=2),
-    "split": lambda: a_step(split=by_sample, micro_size=None, count=positive, accumulation_steps=2),
     "auto": lambda: a_step(micro_size=None, micro_batch_size=AutoSize(memory_limit=1 << 36)),
+    "tokens": tokens,
     "of-batch": of_the_whole_batch,
-    "inside": lambda: within_another_graph(accumulation_steps=2),
-    "accumulator-sum-drop": lambda: an_accumulator(4, 3.0, True, reduction="sum", overflow="drop_micro_batch"),
-    "accumulator-transforms": lambda: an_accumulator(
-        count=3.0, transforms=(*two_links(), ClipByGlobalNorm(1.0)), min_count=1.0
-    ),
+    "inside": within_another_graph,
+    "accumulator": accumulated,
+    "accumulator-drop": lambda: an_accumulator(4, 3.0, True, reduction="sum", overflow="drop_micro_batch"),
 }
 
-# In PyNative mode, a step with ``jit=True`` .
-JIT: dict[str, Callable[[], Callable]] = {
-    "windows": QUICK["windows"],
-    "split": THOROUGH["split"],
-    "accumulator": an_accumulator,
+# A step with ``jit=True`` .
+IN_PYNATIVE_MODE: dict[str, Callable[[], Callable]] = {
+    "split": lambda: a_step(split=by_sample, micro_size=None, count=positive, accumulation_steps=2),
     "accumulator-after-jit": lambda: accumulated(in_jit=True),
 }
 
 
-@pytest.mark.core(way=list(QUICK))
-@pytest.mark.parametrize("way", {**QUICK, **THOROUGH})
+@pytest.mark.parametrize("way", IN_GRAPH_MODE)
 def test_memory_is_flat(way):
     ms.set_context(mode=ms.GRAPH_MODE)
-    assert growth({**QUICK, **THOROUGH}[way]()) < MOST
+    assert growth(IN_GRAPH_MODE[way]()) < MOST
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("way", JIT)
+@pytest.mark.parametrize("way", IN_PYNATIVE_MODE)
 def test_memory_is_flat_in_pynative_mode(way):
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    assert growth(JIT[way]()) < MOST
-
-
-class Memory(ms.train.Callback):
-    """Measures as `growth` does, in a training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches, self.sizes = 0, []
-
-    def on_train_step_end(self, run_context):
-        self.batches += 1
-        if self.batches in MARKS:
-            self.sizes.append(allocated())
-
-    @property
-    def growth(self) -> float:
-        return growth_between(self.sizes)
-
-
-class NotingWindows(WindowCallback):
-    """A callback of the user's."""
-
-    def on_window_end(self, run_context, record):
-        self.last = record
-
-
-@pytest.mark.thorough
-def test_memory_is_flat_with_each_callback(tmp_path):
-    """One step, compiled once. Each callback has a training of its own."""
-    ms.set_context(mode=ms.GRAPH_MODE)
-    network = Losses("aux")
-    optimizer = optim.SGD(network.trainable_params(), 1e-3)
-    cell = GradAccumulationCell(network, 2, accumulation_steps=4, aux=True, record_noise=True)
-    model = ms.Model(cell, optimizer=optimizer)
-    rows = np.ones((MARKS[-1] * 4, 4), np.float32)
-    data_set = NumpySlicesDataset((rows, rows), shuffle=False).batch(4)
-    with open(os.devnull, "w") as nowhere:
-        callbacks = (
-            AccumulationScheduler({0: 4}),
-            FlushAccumulation(),
-            GradNoiseScale(),
-            NotingWindows(),
-            ProgressBar(nowhere, show=True),
-            TrainingMetrics({"mean": lambda outputs: outputs.mean()}, show=False),
-            UpdateCheckpoint(5, directory=str(tmp_path), config=CheckpointConfig(keep_checkpoint_max=2)),
-            UpdateScheduler(optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9999)),
-            WindowMonitor(tmp_path / "windows.jsonl"),
-            AdaptiveAccumulation(min_steps=4),  # last, because it sets the length of later windows
-        )
-        of_package = {getattr(gaccum_ms, name) for name in gaccum_ms.__all__ if name != "GradAccumulation"}
-        public = {value for value in of_package if isinstance(value, type) and issubclass(value, ms.train.Callback)}
-        assert {type(callback) for callback in callbacks} - {NotingWindows} == public - {WindowCallback}
-        grown = {}
-        for callback in (None, *callbacks):
-            memory = Memory()
-            model.train(1, data_set, callbacks=[*filter(None, (callback,)), memory], dataset_sink_mode=False)
-            grown[type(callback).__name__] = memory.growth
-    without = grown.pop("NoneType")  # below 0: the data set frees the rows that it has read
-    assert without < MOST
-    assert max(grown.values()) - without < MOST, (without, grown)
+    assert growth(IN_PYNATIVE_MODE[way]()) < MOST

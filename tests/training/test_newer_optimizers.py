@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
-from pathlib import Path
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -23,7 +19,6 @@ from gaccum_ms import (
     WindowMonitor,
     resume,
 )
-from tests.support.modes import MODES
 from tests.support.reference import FEATURES, Regression, as_numpy, relative_error
 from tests.support.versions import before
 
@@ -39,18 +34,9 @@ def _groups(weights):
 
 KINDS = {
     "SGD": lambda weights: optim.SGD(_groups(weights), 0.05, momentum=0.9),
-    "AdamW": lambda weights: optim.AdamW(weights, 0.05, amsgrad=True),
     "Adam": lambda weights: optim.Adam(_groups(weights), 0.05),
     "mint Adam": lambda weights: mint.optim.Adam(weights, 0.05, amsgrad=True),
-    "mint SGD": lambda weights: mint.optim.SGD(weights, 0.05, momentum=0.9),
-    **{
-        name: lambda weights, name=name: getattr(optim, name)(weights, lr=0.05)
-        for name in ("ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
-    },
 }
-NEEDS_2_8 = pytest.mark.xfail(before(2, 8), strict=True, reason="on MindSpore 2.7 mint.optim.SGD is refused on CPU")
-# Those that write nothing in PyNative mode, on CPU.
-ONLY_COMPILED = {"mint SGD"} if before(2, 10) and not before(2, 8) else {"mint SGD", "mint Adam"}
 
 
 def values_of(network, optimizer):
@@ -69,75 +55,37 @@ def train(make_train, kind):
     return values_of(network, optimizer)
 
 
-@functools.cache
-def whole_batch(kind):
-    """The reference: MindSpore's own step. PyNative mode compiles nothing."""
-    ms.set_context(mode=ms.GRAPH_MODE if kind in ONLY_COMPILED else ms.PYNATIVE_MODE)
-    return train(nn.TrainOneStepCell, kind)
-
-
 def by_step(network, optimizer):
     return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 3), optimizer)
 
 
-def by_loop(jit):
-    def make(network, optimizer):
-        accumulator = GradAccumulator(optimizer, 2, jit=jit)
-        gradients_of = ms.value_and_grad(network, None, optimizer.parameters)
+def by_loop(network, optimizer):
+    accumulator = GradAccumulator(optimizer, 2, jit=False)
+    gradients_of = ms.value_and_grad(network, None, optimizer.parameters)
 
-        def update(x, y):
-            for half in (slice(0, 3), slice(3, 6)):
-                accumulator(gradients_of(x[half].copy(), y[half].copy())[1])
+    def update(x, y):
+        for half in (slice(0, 3), slice(3, 6)):
+            accumulator(gradients_of(x[half].copy(), y[half].copy())[1])
 
-        return update
-
-    return make
+    return update
 
 
-WAYS = {
-    "step-graph": (ms.GRAPH_MODE, by_step),
-    "step-pynative": (ms.PYNATIVE_MODE, by_step),
-    "loop-pynative": (ms.PYNATIVE_MODE, by_loop(False)),
-    "loop-jit": (ms.PYNATIVE_MODE, by_loop(True)),
-}
-
-
-@pytest.mark.core("SGD-step-graph", "Adam-loop-pynative")
 @pytest.mark.parametrize(
-    ("kind", "way"),
+    ("kind", "mode", "make_train"),
     [
-        ("SGD", "step-graph"),
-        ("Adam", "loop-pynative"),
-        pytest.param("mint SGD", "loop-jit", marks=NEEDS_2_8),
-        ("mint Adam", "step-graph"),
-        *((kind, "step-pynative") for kind in KINDS if kind not in ("SGD", "Adam", "mint SGD", "mint Adam")),
+        ("SGD", ms.GRAPH_MODE, by_step),
+        ("Adam", ms.PYNATIVE_MODE, by_loop),
+        ("mint Adam", ms.GRAPH_MODE, by_step),
     ],
 )
-def test_updates_are_those_of_the_whole_batch_at_the_schedulers_rates(kind, way):
-    mode, make = WAYS[way]
-    reference = whole_batch(kind)
+def test_updates_are_those_of_the_whole_batch_at_the_schedulers_rates(kind, mode, make_train):
+    """MindSpore's own step is the reference. PyNative mode compiles nothing, but there some write nothing, on CPU."""
+    ms.set_context(mode=ms.GRAPH_MODE if "mint" in kind else ms.PYNATIVE_MODE)
+    reference = train(nn.TrainOneStepCell, kind)
     ms.set_context(mode=mode)
-    values = train(make, kind)
+    values = train(make_train, kind)
     errors = {name: relative_error(values[name], reference[name]) for name in reference}
     assert max(errors.values()) < 2e-5, errors
-
-
-def test_a_rate_that_is_not_read_would_be_found(pynative):
-    """The negative control of the test above."""
-    reference = whole_batch("SGD")
-
-    def frozen(network, optimizer):
-        rates = [as_numpy(one) for one in optimizer.lrs]
-        step = nn.TrainOneStepCell(network, optimizer)
-
-        def update(*batch):
-            for one, rate in zip(optimizer.lrs, rates, strict=True):
-                one.set_data(Tensor(rate))
-            step(*batch)
-
-        return update
-
-    assert relative_error(train(frozen, "SGD")["hidden"], reference["hidden"]) > 1e-3
 
 
 # -- optimizers that do not train on CPU -------------------------------------------------------------------------------
@@ -153,63 +101,42 @@ def test_an_optimizer_without_kernels_is_refused():
         GradAccumulator(optimizer, 2)
 
 
-def updates_of(change, **options):
-    """An accumulator's weights after two updates, with `change(group)` between them."""
-    weight = ms.Parameter(Tensor([1.0, 1.0]), name="weight")
-    optimizer = optim.SGD([weight], lr=0.5, weight_decay=1.0)
-    step = GradAccumulator(optimizer, 1, **options)
-    step.set_accumulation_steps(1)
-    optimizer.param_groups[0]["weight_decay"] = 0.0  # before the first batch, all may be set
-    step((Tensor([1.0, 1.0]),))
-    change(optimizer.param_groups[0])
-    step((Tensor([1.0, 1.0]),))
-    return weight.asnumpy().tolist()
-
-
-@pytest.mark.parametrize("mode", ["graph", "pynative"])
-@pytest.mark.parametrize(("name", "value"), [("lr", 0.0), ("weight_decay", 0.5), ("lr", ms.Parameter(Tensor(0.0)))])
-def test_settings_that_a_compiled_update_does_not_read_are_refused(mode, name, value):
+def test_settings_that_a_compiled_update_does_not_read_are_refused(pynative):
     """MindSpore's own graphs ignore them. What is written into a rate's Parameter is read."""
-    ms.set_context(mode=MODES[mode])
-    message = rf"param_groups\[0\]\['{name}'\] = .* instead of .*Nothing was trained. .*mindspore.ops.assign"
-    with pytest.raises(RuntimeError, match=message):
-        updates_of(lambda group: group.update({name: value}))
-    by_assign = updates_of(lambda group: ms.ops.assign(group["lr"], 0.0))
-    assert by_assign == [0.5, 0.5]
-
-
-def test_a_flush_refuses_changed_settings_too(pynative):
-    optimizer = optim.SGD((network := Regression()).trainable_params(), lr=0.5)
+    network = Regression()
+    optimizer = optim.SGD(network.trainable_params(), lr=0.5, weight_decay=1.0)
     cell = GradAccumulationCell(network, accumulation_steps=2, jit=True)
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-    step(Tensor(X[0]), Tensor(Y[0]))
-    optimizer.param_groups[0]["lr"] = 0.0
-    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['lr'\] = 0.0"):
-        step.flush()
-    assert int(step.window_position.asnumpy()) == 1, "the window is still open"
-
-
-def test_an_eager_update_reads_all_settings(pynative):
-    assert updates_of(lambda group: group.update(lr=0.0), jit=False) == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_an_optimizer_that_writes_nothing_is_refused_before_the_first_batch(name, pynative):
-    """MindSpore's own step silently trains nothing with it."""
-    if f"mint {name}" not in ONLY_COMPILED:
-        pytest.skip("with this MindSpore it writes, as a test above shows")
-    network = Regression()
-    optimizer = getattr(mint.optim, name)(network.trainable_params(), lr=0.1)
+    group, batch = optimizer.param_groups[0], (Tensor(X[0]), Tensor(Y[0]))
+    group["weight_decay"] = 0.0  # before the first batch, all may be set
+    step(*batch)
     weights = values_of(network, optimizer)
+    for name, value in (("lr", 0.0), ("weight_decay", 0.5), ("lr", ms.Parameter(Tensor(0.0)))):
+        right, group[name] = group[name], value
+        message = rf"param_groups\[0\]\['{name}'\] = .* instead of .*Nothing was trained. .*mindspore.ops.assign"
+        for call in (lambda: step(*batch), step.flush):
+            with pytest.raises(RuntimeError, match=message):
+                call()
+        assert int(step.window_position.asnumpy()) == 1, "the window is still open"
+        group[name] = right
+    ms.ops.assign(group["lr"], 0.0)
+    step(*batch)
+    assert int(step.update_count.asnumpy()) == 1
+    for weight in network.trainable_params():
+        np.testing.assert_array_equal(as_numpy(weight), weights[weight.name])
+
+
+def test_an_optimizer_that_writes_nothing_is_refused_before_the_first_batch(pynative):
+    """MindSpore's own step silently trains nothing with it."""
+    network = Regression()
+    optimizer = mint.optim.SGD(network.trainable_params(), lr=0.1)
     batch = Tensor(X[0]), Tensor(Y[0])
     if before(2, 8):
         with pytest.raises(ValueError, match=r"writes none on CPU\. Use nn.SGD"):
-            GradAccumulator(mint.optim.SGD(network.trainable_params(), lr=0.1), 2)
+            GradAccumulator(optimizer, 2)
         return
-    nn.TrainOneStepCell(network, optimizer)(*batch)
-    assert all(np.array_equal(as_numpy(one), weights[one.name]) for one in network.get_parameters())
     accumulator, step = GradAccumulator(optimizer, 2, jit=False), by_step(network, optimizer)
-    error = rf"but got mint.optim.{name} in PyNative mode, in which it writes none on CPU. Use jit=True or graph mode"
+    error = "but got mint.optim.SGD in PyNative mode, in which it writes none on CPU. Use jit=True or graph mode"
     with pytest.raises(RuntimeError, match=error):
         accumulator(ms.grad(network, None, optimizer.parameters)(*batch))
     with pytest.raises(RuntimeError, match=error):
@@ -219,35 +146,16 @@ def test_an_optimizer_that_writes_nothing_is_refused_before_the_first_batch(name
 
 # -- Model.train, checkpoints ------------------------------------------------------------------------------------------
 
-SCHEDULERS = {
-    "exponential": lambda optimizer: [lr_scheduler.ExponentialLR(optimizer, 0.5)],
-    "sequential": lambda optimizer: [
-        lr_scheduler.SequentialLR(
-            optimizer,
-            [lr_scheduler.ConstantLR(optimizer, 0.1, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)],
-            [2],
-        )
-    ],
-    "two": lambda optimizer: [lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.StepLR(optimizer, 2, 0.5)],
-}
+
+def two_schedulers(optimizer):
+    return [lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
 
-def expected_rates(kind, updates):
-    """The rates of MindSpore's schedulers, stepped once per update."""
-    optimizer = optim.Adam(Regression().trainable_params(), 0.05)
-    schedulers, rates = SCHEDULERS[kind](optimizer), []
-    for _ in range(updates):
-        rates.append(float(as_numpy(optimizer.lrs[0])))
-        for one in schedulers:
-            one.step()
-    return rates
-
-
-def model_of(kind):
+def model_of_two():
     network = Regression()
     optimizer = optim.Adam(network.trainable_params(), 0.05, amsgrad=True)
     model = ms.Model(GradAccumulationCell(network, 2, accumulation_steps=2), optimizer=optimizer)
-    return model, UpdateScheduler(*SCHEDULERS[kind](optimizer))
+    return model, UpdateScheduler(*two_schedulers(optimizer))
 
 
 def data_set():
@@ -255,55 +163,25 @@ def data_set():
     return NumpySlicesDataset((X.reshape((-1, FEATURES))[:30], Y.ravel()[:30]), shuffle=False).batch(SAMPLES)
 
 
-def fit(model, scheduler, epochs, **options):
+def fit(model, scheduler):
     monitor = WindowMonitor()
-    model.train(epochs, data_set(), callbacks=[FlushAccumulation(), scheduler, monitor], **options)
+    model.train(1, data_set(), callbacks=[FlushAccumulation(), scheduler, monitor])
     return [record.learning_rate for record in monitor.records]
 
 
-@pytest.mark.core("two-pynative")
-@pytest.mark.parametrize(("kind", "mode"), [("exponential", "graph"), ("sequential", "pynative"), ("two", "pynative")])
-def test_schedulers_step_once_per_update_and_go_on_from_a_checkpoint(kind, mode, tmp_path):
-    ms.set_context(mode=MODES[mode])
-    model, scheduler = model_of(kind)
-    rates, file = fit(model, scheduler, 1), str(tmp_path / "step.ckpt")
+def test_schedulers_step_once_per_update_and_go_on_from_a_checkpoint(tmp_path, pynative):
+    model, scheduler = model_of_two()
+    rates, file = fit(model, scheduler), str(tmp_path / "step.ckpt")
     ms.save_checkpoint(model.train_network, file)
-    rates += fit(model, scheduler, 1)
-    np.testing.assert_allclose(rates, expected_rates(kind, 6), rtol=1e-5)
-    resumed, its_scheduler = model_of(kind)
+    rates += fit(model, scheduler)
+    np.testing.assert_allclose(rates, [0.05 * 0.9**k * 0.5 ** (k // 2) for k in range(6)], rtol=1e-5)
+    resumed, its_scheduler = model_of_two()
     resume(resumed, file)
-    np.testing.assert_allclose(fit(resumed, its_scheduler, 1), rates[3:], rtol=1e-5)
+    np.testing.assert_allclose(fit(resumed, its_scheduler), rates[3:], rtol=1e-5)
     wanted = {one.name: as_numpy(one) for one in model.train_network.get_parameters()}
     for one in resumed.train_network.get_parameters():
         if "random_state" not in one.name:
             np.testing.assert_array_equal(as_numpy(one), wanted[one.name], err_msg=one.name)
-
-
-def test_rates_and_maxima_are_in_checkpoints_without_a_callback_too(tmp_path, pynative):
-    network = Regression()
-    optimizer = mint.optim.Adam(network.trainable_params(), 0.05, amsgrad=True)
-    accumulator, file = GradAccumulator(optimizer, 1), str(tmp_path / "accumulator.ckpt")
-    names = {one.name for one in accumulator.get_parameters()}
-    assert names >= {"learning_rate_group_0", "max_exp_avg_sq.hidden", "max_exp_avg_sq.out"}
-    optimizer.lrs[0].set_data(Tensor(0.25))
-    ms.save_checkpoint(accumulator, file)
-    optimizer.lrs[0].set_data(Tensor(0.5))
-    with pytest.warns(UserWarning, match="has another 'learning_rate_group_0' than the optimizer"):
-        resume(accumulator, file)
-    assert float(as_numpy(optimizer.lrs[0])) == 0.25
-
-
-def test_a_checkpoint_without_rates_is_still_gone_on_with(tmp_path, pynative):
-    """It is from a version that did not save them, or from a training without scheduler."""
-    model, _ = model_of("exponential")
-    file = str(tmp_path / "step.ckpt")
-    saved = [
-        {"name": one.name, "data": one}
-        for one in model.train_network.get_parameters()
-        if "learning_rate" not in one.name and "scheduler" not in one.name
-    ]
-    ms.save_checkpoint(saved, file)
-    resume(model, file)
 
 
 def test_bad_schedulers_are_refused_before_training(pynative):
@@ -311,14 +189,15 @@ def test_bad_schedulers_are_refused_before_training(pynative):
     weights = network.trainable_params()
     one, other = optim.SGD(weights, 0.1), optim.SGD(weights, 0.1)
     exponential = lr_scheduler.ExponentialLR(one, 0.5)
-    with pytest.raises(TypeError, match=r"must be LRSchedulers of .*, but got \['ReduceLROnPlateau'\]"):
-        UpdateScheduler(lr_scheduler.ReduceLROnPlateau(one))
-    with pytest.raises(TypeError, match=r"but got \[\]"):
-        UpdateScheduler()
-    with pytest.raises(ValueError, match="must be of one optimizer"):
-        UpdateScheduler(exponential, lr_scheduler.ExponentialLR(other, 0.5))
-    with pytest.raises(ValueError, match="'UpdateScheduler', the optimizer must read its learning rate at each update"):
-        UpdateScheduler(lr_scheduler.ExponentialLR(mint.optim.SGD(weights, 0.1), 0.5))
+    unread = lr_scheduler.ExponentialLR(mint.optim.SGD(weights, 0.1), 0.5)
+    for schedulers, error, message in (
+        ([lr_scheduler.ReduceLROnPlateau(one)], TypeError, r"must be LRSchedulers of .* got \['ReduceLROnPlateau'\]"),
+        ([], TypeError, r"but got \[\]"),
+        ([exponential, lr_scheduler.ExponentialLR(other, 0.5)], ValueError, "must be of one optimizer"),
+        ([unread], ValueError, "'UpdateScheduler', the optimizer must read its learning rate at each update"),
+    ):
+        with pytest.raises(error, match=message):
+            UpdateScheduler(*schedulers)
     model = ms.Model(GradAccumulationCell(network, 2), optimizer=other)
     with pytest.raises(ValueError, match="must be of the optimizer that a GradAccumulationCell is trained with"):
         model.train(1, data_set(), callbacks=[UpdateScheduler(exponential)])
@@ -343,51 +222,36 @@ class Stretched(lr_scheduler.LRScheduler):
         return [rate / (1 + self.calls) for rate in self.base_lrs]
 
 
-def _cyclic(optimizer):
-    return lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, mode="triangular2")
-
-
-# Each class, with what of its state is saved besides the rates, as docs/how_it_works.md says.
+# Schedulers that differ in their state, with what of it is saved besides the rates, as docs/how_it_works.md says.
 SAVED = {
-    "StepLR": (lambda one: lr_scheduler.StepLR(one, 2, 0.5), ["last_epoch"]),
-    "MultiStepLR": (lambda one: lr_scheduler.MultiStepLR(one, [2, 4], 0.5), ["last_epoch"]),
-    "ConstantLR": (lambda one: lr_scheduler.ConstantLR(one, 0.1, 5), ["last_epoch"]),
-    "LinearLR": (lambda one: lr_scheduler.LinearLR(one, 0.1, 1.0, 6), ["last_epoch"]),
-    "ExponentialLR": (lambda one: lr_scheduler.ExponentialLR(one, 0.5), ["last_epoch"]),
-    "PolynomialLR": (lambda one: lr_scheduler.PolynomialLR(one, 6), ["last_epoch"]),
-    "CosineAnnealingLR": (lambda one: lr_scheduler.CosineAnnealingLR(one, 6), ["last_epoch"]),
-    "CyclicLR": (_cyclic, ["last_epoch"]),
     "LambdaLR": (lambda one: lr_scheduler.LambdaLR(one, lambda epoch: 0.9**epoch), ["last_epoch"]),
-    "MultiplicativeLR": (
-        lambda one: lr_scheduler.MultiplicativeLR(one, lambda epoch: 0.9 + 0.01 * epoch),
-        ["last_epoch"],
-    ),
     "CosineAnnealingWarmRestarts": (
         lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, 2, 2),
         ["T_0", "T_cur", "T_i", "last_epoch"],
     ),
-    "SequentialLR": (lambda one: SCHEDULERS["sequential"](one)[0], ["last_epoch"] * 3),
+    "SequentialLR": (
+        lambda one: lr_scheduler.SequentialLR(
+            one, [lr_scheduler.ConstantLR(one, 0.1, 2), lr_scheduler.ExponentialLR(one, 0.9)], [2]
+        ),
+        ["last_epoch"] * 3,
+    ),
     "your own `LRScheduler`": (Stretched, ["calls", "last_epoch"]),
 }
 
 
 def looped(make_scheduler):
-    """A loop with one weight, whose gradient is 1; the calls add a batch, of which two make an update."""
+    """A loop with one weight, whose gradient is 1: a function that adds a batch, and whether it updated, and the rate.
+    Two batches make an update."""
     weight = ms.Parameter(Tensor([0.0, 0.0], ms.float32), name="weight")
     optimizer = optim.SGD([{"params": [weight], "lr": 0.1}], 0.1)
     accumulator = GradAccumulator(optimizer, 2, scheduler=make_scheduler(optimizer), jit=False)
-    return accumulator, lambda: accumulator((Tensor([1.0, 1.0]),))
+
+    def add():
+        return accumulator((Tensor([1.0, 1.0]),)), float(as_numpy(optimizer.lrs[0]))
+
+    return accumulator, add
 
 
-def rates_of(accumulator, add, updates):
-    rates = []
-    for _ in range(updates):
-        assert [add(), add()] == [False, True]
-        rates.append(float(as_numpy(accumulator.optimizer.lrs[0])))
-    return rates
-
-
-@pytest.mark.core("LambdaLR", "CosineAnnealingWarmRestarts", "SequentialLR")
 @pytest.mark.parametrize("name", SAVED)
 def test_a_loops_scheduler_steps_at_updates_and_goes_on_from_a_checkpoint(name, tmp_path, pynative):
     make, state = SAVED[name]
@@ -397,7 +261,9 @@ def test_a_loops_scheduler_steps_at_updates_and_goes_on_from_a_checkpoint(name, 
         scheduler.step()
         expected.append(float(as_numpy(alone.lrs[0])))
     accumulator, add = looped(make)
-    assert rates_of(accumulator, add, 3) == expected[:3]
+    rates = [add() for _ in range(6)]
+    assert [updated for updated, _ in rates] == [False, True] * 3
+    assert [rate for _, rate in rates[1::2]] == expected[:3]
     names = [one.name for one in accumulator.get_parameters() if one.name.startswith("gaccum_ms.scheduler.")]
     assert sorted(one.split(".")[-1] for one in names if not one.endswith("scheduler.updates")) == state
     assert len(set(names)) == len(state) + 1
@@ -405,27 +271,14 @@ def test_a_loops_scheduler_steps_at_updates_and_goes_on_from_a_checkpoint(name, 
     ms.save_checkpoint(accumulator, str(tmp_path / "loop.ckpt"))
     resumed, add = looped(make)
     resume(resumed, tmp_path / "loop.ckpt")
-    add()  # ends the window
-    assert [float(as_numpy(resumed.optimizer.lrs[0])), *rates_of(resumed, add, 3)] == expected[3:]
-
-
-def test_the_docs_table_has_each_class_and_what_is_saved():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "how_it_works.md").read_text()
-    rows = [line for line in page.splitlines() if re.match(r"\| (`\w+`.* )?.*LR|\| `Cosine", line)]
-    named = {name for line in rows for name in re.findall(r"`(\w*LR\w*|Cosine\w+)`", line)}
-    assert named == {name for name in lr_scheduler.__all__ if name != "LRScheduler"} | {"LRScheduler"}
-    assert named - {"LRScheduler", "ReduceLROnPlateau"} == set(SAVED) - {"your own `LRScheduler`"}
+    assert [add()[1] for _ in range(7)][::2] == expected[3:]
 
 
 def test_a_loops_bad_schedulers_are_refused(pynative):
     weight = ms.Parameter(Tensor([0.0]), name="weight")
     one, other = optim.SGD([weight], 0.1), optim.SGD([weight], 0.1)
     for scheduler, error, words in (
-        (
-            lr_scheduler.ReduceLROnPlateau(one),
-            TypeError,
-            r"but got \['ReduceLROnPlateau'\]. Red.* needs a metric: call",
-        ),
+        (lr_scheduler.ReduceLROnPlateau(one), TypeError, r"but got \['ReduceLROnPlateau'\]. .* needs a metric: call"),
         (0.1, TypeError, r"LRSchedulers of .*, but got \['float'\]"),
         (lr_scheduler.StepLR(other, 2), ValueError, "be of the optimizer that the accumulator calls, but got"),
         (Stretched(one, in_parameter=False), ValueError, "keep its state in Parameters, .*'Stretched', .*'calls'"),
@@ -450,15 +303,13 @@ def test_resume_warns_where_a_loops_scheduler_is_not_in_the_checkpoint(tmp_path,
         optimizer = optim.SGD([ms.Parameter(Tensor([0.0, 0.0]), name="weight")], 0.1)
         scheduler = SAVED["LambdaLR"][0](optimizer)
         accumulator = GradAccumulator(optimizer, 1, scheduler=scheduler if saves else None, jit=False)
+        accumulator((Tensor([1.0, 1.0]),))
         return accumulator, scheduler
 
-    for saves in (False, True):
-        accumulator, scheduler = make(saves)
-        accumulator((Tensor([1.0, 1.0]),))
-        if not saves:
-            ms.save_checkpoint(accumulator, str(tmp_path / "first.ckpt"))
-            scheduler.step()
-        ms.save_checkpoint(accumulator, str(tmp_path / f"{saves}.ckpt"))
+    without, scheduler = make(False)
+    scheduler.step()
+    ms.save_checkpoint(without, str(tmp_path / "False.ckpt"))
+    ms.save_checkpoint(make(True)[0], str(tmp_path / "True.ckpt"))
     for file, saves, words in (
         ("False.ckpt", False, "has another 'learning_rate_group_0' than the optimizer, and no scheduler's state"),
         ("False.ckpt", True, "has no scheduler's state, so the scheduler begins anew"),
@@ -466,4 +317,3 @@ def test_resume_warns_where_a_loops_scheduler_is_not_in_the_checkpoint(tmp_path,
     ):
         with pytest.warns(UserWarning, match=f"For 'resume', the checkpoint {words}.* Give GradAccumulator"):
             resume(make(saves)[0], tmp_path / file)
-    resume(make(False)[0], tmp_path / "first.ckpt")

@@ -57,37 +57,19 @@ def test_bad_batches_are_refused_before_anything_changes(mode):
     assert_identical(everything(step), before)
 
 
-def test_a_loss_that_is_no_scalar_is_refused_before_anything_changes():
-    for micro_size in (1, 3):
-        loss_cell = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss(reduction="none"))
-        step = make_step(Outer(loss_cell), micro_size=micro_size)
-        before = everything(step)
-        with pytest.raises(ValueError, match=r"scalar loss of shape \(\), but got shape \(\d,\)"):
-            step(*batch(6))
-        assert_identical(everything(step), before)
-
-
 def test_a_lambda_that_cannot_be_compiled_is_refused_where_it_would_be(mode):
     """MindSpore parses the lines in which it stands. In the first form it can."""
     alone = lambda x, y: y.shape[0]  # noqa: E731
     assert np.isfinite(make_step(micro_size=3, count=alone)(*batch(6)).asnumpy())
-    # fmt: off
-    options = [
+    refused = [
         {"count": lambda x, y: y.shape[0]},
-        {
-            "count":
-                lambda x, y: y.shape[0],
-        },
         {"transforms": (lambda gradients: gradients,)},
     ]
-    # fmt: on
-    for one in options:
-        for jit in (None, True):
-            if mode == "pynative" and not jit:
-                assert np.isfinite(make_step(micro_size=3, **one)(*batch(6)).asnumpy())
-                continue
-            with pytest.raises(TypeError, match=rf"'{next(iter(one))}' .*alone, but got .* line \d+ of .*test_step.py"):
-                make_step(micro_size=3, jit=jit, **one)
+    for options in refused:
+        if mode == "pynative":
+            assert np.isfinite(make_step(micro_size=3, **options)(*batch(6)).asnumpy())
+        with pytest.raises(TypeError, match=rf"'{next(iter(options))}' .*alone, but got .* line \d+ of .*test_step.py"):
+            make_step(micro_size=3, jit=True if mode == "pynative" else None, **options)
     if mode == "graph":
         weights = make_network("dense").trainable_params()
         with pytest.raises(TypeError, match=r"For 'GradAccumulator', .*'transforms'"):
@@ -104,35 +86,30 @@ class LossAndLogits(nn.Cell):
         return ops.cross_entropy(logits, y), logits
 
 
-def test_outputs_beside_the_loss_are_refused_with_their_option(pynative):
-    step = make_step(LossAndLogits(), micro_size=3)
-    before = everything(step)
-    with pytest.raises(ValueError, match=r"must return 1 loss\(es\), .* but got 2 output\(s\).* set aux=True"):
-        step(*batch(6))
-    assert_identical(everything(step), before)
+def test_what_is_no_loss_is_refused_before_anything_changes():
+    losses = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss(reduction="none"))
+    for network, message in (
+        (Outer(losses), r"scalar loss of shape \(\), but got shape \(\d,\)"),
+        (LossAndLogits(), r"must return 1 loss\(es\), .* but got 2 output\(s\).* set aux=True"),
+    ):
+        step = make_step(network, micro_size=3)
+        before = everything(step)
+        with pytest.raises(ValueError, match=message):
+            step(*batch(6))
+        assert_identical(everything(step), before)
 
 
-def test_refuses_a_network_that_is_not_our_cell():
+def test_refuses_bad_networks_optimizers_and_modes(parallel_context):
     network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
-    with pytest.raises(TypeError, match=r"gaccum_ms.GradAccumulationCell, .*but got 'WithLossCell'"):
-        TrainOneStepWithGradAccumulationCell(network, nn.SGD(network.trainable_params(), 0.1))
-
-
-def test_refuses_bad_optimizers():
-    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
-    with pytest.raises(TypeError, match=r"must be an nn.Optimizer, but got 'float'"):
-        TrainOneStepWithGradAccumulationCell(cell, 0.1)
-    with pytest.raises(ValueError, match=r"optimizer with 4 parameter\(s\), none of them the network's"):
-        TrainOneStepWithGradAccumulationCell(cell, nn.SGD(make_network("dense").trainable_params(), 0.1))
-    empty = nn.SGD(cell.trainable_params(), 0.1)
-    empty.parameters = ms.ParameterTuple(())
-    with pytest.raises(ValueError, match=r"optimizer with 0 parameter\(s\)"):
-        TrainOneStepWithGradAccumulationCell(cell, empty)
-
-
-def test_refuses_hybrid_parallel_mode_and_pipelines(parallel_context):
-    cell = GradAccumulationCell(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), 2)
-    optimizer = nn.SGD(cell.trainable_params(), 0.1)
+    cell, optimizer = GradAccumulationCell(network, 2), nn.SGD(network.trainable_params(), 0.1)
+    others = nn.SGD(make_network("dense").trainable_params(), 0.1)
+    for network_of_step, its_optimizer, error, message in (
+        (network, optimizer, TypeError, "gaccum_ms.GradAccumulationCell, .*but got 'WithLossCell'"),
+        (cell, 0.1, TypeError, "must be an nn.Optimizer, but got 'float'"),
+        (cell, others, ValueError, r"optimizer with 4 parameter\(s\), none of them the network's"),
+    ):
+        with pytest.raises(error, match=message):
+            TrainOneStepWithGradAccumulationCell(network_of_step, its_optimizer)
     parallel_context(parallel_mode="hybrid_parallel")
     with pytest.raises(RuntimeError, match=r"must be .*, but got 'hybrid_parallel'.*semi_auto_parallel"):
         TrainOneStepWithGradAccumulationCell(cell, optimizer)
@@ -144,7 +121,7 @@ def test_refuses_hybrid_parallel_mode_and_pipelines(parallel_context):
 # -- hand-worked gradients ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "micro_size"), [("graph", 3), ("pynative", 1), ("pynative", 2)], indirect=["mode"])
+@pytest.mark.parametrize(("mode", "micro_size"), [("graph", 3), ("pynative", 2)], indirect=["mode"])
 def test_hand_worked_gradient(mode, micro_size):
     """x = 1, 2, 4 and y = 0, 1, 1 at w = 1: gradients x (w x - y) = 1, 2, 12, mean 5; losses 0.5, 0.5, 4.5, mean 11/6.
 
@@ -156,44 +133,6 @@ def test_hand_worked_gradient(mode, micro_size):
     np.testing.assert_allclose(line.weight.asnumpy(), 0.5, rtol=1e-6)
     assert loss.dtype == ms.float32
     assert loss.shape == ()
-
-
-# -- accumulators ------------------------------------------------------------------------------------------------------
-
-
-class Named(nn.Cell):
-    """A network whose Parameters have the same names as attributes of our cells."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = ("scale", "window", "update", "noise", "map", "weights", "reduction", "open", "add", "clear")
-        weights = [ms.Parameter(Tensor(np.ones(3), ms.float32), name=name) for name in self.names]
-        self.parameters_of_names = ms.ParameterTuple(weights)
-
-    def construct(self, x):
-        total = ms.Tensor(0.0, ms.float32)
-        for weight in self.parameters_of_names:
-            total = total + (weight * x).mean()
-        return total
-
-
-def test_weights_may_have_the_names_of_our_attributes(pynative):
-    network = Named()
-    step = make_step(network, micro_size=2, accumulation_steps=2, max_grad_norm=10.0)
-    for _ in range(2):
-        step(Tensor(np.ones((4, 3), np.float32)))
-    for weight in network.parameters_of_names:
-        np.testing.assert_allclose(as_numpy(weight), 1 - 0.1 / 3, rtol=1e-6)
-
-
-def test_accumulators_are_zero_after_every_update():
-    """There is also one compilation per shape."""
-    step = make_step(micro_size=3)
-    assert len(step.accu_grads) == len(step.weights)
-    for samples in (9, 9, 4, 9, 4):
-        step(*batch(samples))
-        assert not any(as_numpy(accumulator).any() for accumulator in step.accu_grads)
-    assert len(step.compile_cache) == 2
 
 
 # -- compilation and eager execution -----------------------------------------------------------------------------------
@@ -265,7 +204,6 @@ def compile_graphs() -> None:
         make_step(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size=micro_size)(*batch(18))
 
 
-@pytest.mark.thorough  # test_windows.py checks quickly that the network is traced twice at most
 def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
     saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(tmp_path), "MS_DEV_DUMP_IR_PASSES": "validate"}
     saving["PYTHONPATH"] = paths.python_path()
@@ -279,9 +217,7 @@ def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "max_norm"), [("graph", 0.1), ("pynative", 1e3), ("pynative", np.inf)], indirect=["mode"]
-)
+@pytest.mark.parametrize(("mode", "max_norm"), [("graph", 0.1), ("pynative", np.inf)], indirect=["mode"])
 def test_clips_the_whole_batchs_gradient_once(mode, max_norm):
     """Equal to ops.clip_by_global_norm on the whole batch's gradient, applied by SGD."""
     network = Regression()
