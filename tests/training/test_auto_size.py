@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import warnings
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -19,8 +20,11 @@ from gaccum_ms import (
     Accumulators,
     AutoSize,
     CountNotIgnored,
+    GradAccumulationCell,
+    TrainOneStepWithGradAccumulationCell,
     WindowBatchNorm,
 )
+from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.memory.proc import sizes_in
 from tests.support import reference
@@ -199,31 +203,45 @@ class FourthPower(nn.Cell):
         return tiled.mean() * x.mean() + 0.5 * ops.square(self.weight).sum()
 
 
-def train_in_a_small_address_space() -> tuple[list[int], np.ndarray, np.ndarray]:
-    """In a new process: the sizes of four batches, and the weights with what they must be."""
+def train_in_a_small_address_space() -> tuple[list[int], list[str], np.ndarray, np.ndarray]:
+    """In a new process: the sizes of four batches, MindSpore's errors, and the weights with what they must be."""
     ms.set_context(mode=ms.GRAPH_MODE)
+    errors, sizes = [], []
+
+    def notes_and_says(error: BaseException) -> bool:
+        errors.append(repr(error)[:300])
+        return is_out_of_memory(error)
+
+    def step_of(network: nn.Cell, **options: Any) -> TrainOneStepWithGradAccumulationCell:
+        cell = GradAccumulationCell(network, **options)
+        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+        return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+
     # A training of few samples makes MindSpore's threads, before there is a limit.
-    reference.make_step(FourthPower(), micro_size=1)(Tensor(np.ones((4, 1), np.float32))).asnumpy()
+    step_of(FourthPower(), micro_size=1)(Tensor(np.ones((4, 1), np.float32))).asnumpy()
     network = FourthPower()
-    step = reference.make_step(network, micro_batch_size=AutoSize(1 << 50))
+    step = step_of(network, micro_batch_size=AutoSize(1 << 50, notes_and_says))
     room = sizes_in("/proc/self/status")["VmSize"] + 900_000_000
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
-    sizes, expected = [], as_numpy(network.weight)
+    expected, moment = as_numpy(network.weight), 0.0
     for features in (1, 1, 16, 16):
         batch = np.full((64, features), 0.1 * features, np.float32)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "For 'GradAccumulationCell', memory ran out")
             step(Tensor(batch)).asnumpy()
         sizes.append(step.micro_batch_size)
-        expected = expected - 0.1 * (batch.mean() / 16 + expected)
-    return sizes, as_numpy(network.weight), expected
+        moment = 0.9 * moment + batch.mean() / 16 + expected
+        expected = expected - 0.1 * moment
+    return sizes, errors, as_numpy(network.weight), expected
 
 
 def test_a_real_limit_of_the_address_space():
     """MindSpore fails to allocate memory in the search, and later for a batch of longer samples; training goes on."""
-    sizes, weights, expected = alone(train_in_a_small_address_space)
+    sizes, errors, weights, expected = alone(train_in_a_small_address_space)
     assert sizes[:2] == [32, 32]
     assert sizes[2] in (8, 16)
+    assert len(errors) > 1
+    assert all("bad_alloc" in error or "Memory not enough" in error for error in errors), errors
     # A mean over 268 million float32 is not exact; counting a batch twice, or half of it, would be an error of 5 %.
     np.testing.assert_allclose(weights, expected, rtol=5e-3)
 
