@@ -12,7 +12,7 @@ Graph mode parses the methods from `run` on. The loop carries one float32 Tensor
 
 A small network's first call takes as long as graph mode has small functions to infer. A call is one; a constant ``if``
 is one if its usual branch comes first and returns, or in an expression, else two; a comprehension is ten for each item,
-so `ops.HyperMap` takes its place.
+so `ops.HyperMap` takes its place. tests/training/test_first_call.py counts them.
 """
 
 from __future__ import annotations
