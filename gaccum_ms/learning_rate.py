@@ -14,7 +14,7 @@ from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer  # t
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from gaccum_ms.backend.newer_optimizers import FIXED_RATE, refuse_fixed_rates, without_shards
-from gaccum_ms.backend.parameters import overwrite, record
+from gaccum_ms.backend.parameters import overwrite, state_parameter
 from gaccum_ms.checks.arguments import check_finite, check_not_negative_int, check_one_of, check_positive_finite
 
 RULES = ("linear", "sqrt")
@@ -145,7 +145,7 @@ class ScaledLearningRate(LearningRateSchedule):
         self.scale = scale
         self.warmup_updates = warmup_updates
         self.batches = batches
-        self.multiplier = record(f"{MULTIPLIER_PREFIX}{next(_schedules)}", value=1.0)
+        self.multiplier = state_parameter(f"{MULTIPLIER_PREFIX}{next(_schedules)}", value=1.0)
 
     def construct(self, global_step):
         rate = self.base(global_step * self.batches) if self.base_is_schedule else self.base

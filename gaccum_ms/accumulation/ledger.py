@@ -30,7 +30,7 @@ from gaccum_ms.accumulation.noise import NoiseRecord
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.saturation import saturates
 from gaccum_ms.accumulation.sums import COUNT, DROPPED, LOSS, SUMS
-from gaccum_ms.backend.parameters import record
+from gaccum_ms.backend.parameters import state_parameter
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.distributed.ranks import SumOverRanks
 from gaccum_ms.losses import counts
@@ -147,8 +147,8 @@ class DividedAfterwards(Ledger):
         self.has_rule = rule is not None
         if rule is not None:
             self.rule = rule  # what the batches of a loop weigh by
-        self.window_count = record("window_count")
-        self.dropped_micro_batches = record("dropped_micro_batches")
+        self.window_count = state_parameter("window_count")
+        self.dropped_micro_batches = state_parameter("dropped_micro_batches")
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -341,8 +341,8 @@ class SharesOfLosses(KnownShares):
         self.min_count = options.min_count
         self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
         self.sum_over_ranks = SumOverRanks(weights, (self.number,))
-        self.window_count = record("window_count", (self.number,))
-        self.loss_terms = record("loss_terms", (self.number,))
+        self.window_count = state_parameter("window_count", (self.number,))
+        self.loss_terms = state_parameter("loss_terms", (self.number,))
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 

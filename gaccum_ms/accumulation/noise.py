@@ -11,7 +11,7 @@ import math
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.backend.parameters import overwrite, record
+from gaccum_ms.backend.parameters import overwrite, state_parameter
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.losses import counts
 from gaccum_ms.record.noise_estimate import NoiseEstimate, WindowNoise
@@ -34,8 +34,10 @@ class NoiseRecord(nn.Cell):
             factor = 1.0 if self.means else float(self.ranks)
         self.factor = factor
         self.estimate = NoiseEstimate()  # of the windows that WindowRecorder has seen
-        self.window_squares = record("window_squares", (SUMS,))  # of this rank's open window, without loss scale
-        self.noise_sums = record("noise_sums", (ALL_SUMS,))  # the last window's, of all ranks
+        self.window_squares = state_parameter(
+            "window_squares", (SUMS,)
+        )  # of this rank's open window, without loss scale
+        self.noise_sums = state_parameter("noise_sums", (ALL_SUMS,))  # the last window's, of all ranks
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 

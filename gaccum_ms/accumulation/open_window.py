@@ -15,7 +15,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.saturation import read_flag, saturates
 from gaccum_ms.accumulation.sums import BATCHES, SUMS
-from gaccum_ms.backend.parameters import counter, overwrite, record
+from gaccum_ms.backend.parameters import counter, overwrite, state_parameter
 from gaccum_ms.backend.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class OpenWindow(nn.Cell):
         self.owner = owner
         self.accumulators = accumulators
         self.records_noise = False
-        self.window_loss = record("window_loss")
-        self.window_batches = record("window_batches")  # of the last window, on this rank
+        self.window_loss = state_parameter("window_loss")
+        self.window_batches = state_parameter("window_batches")  # of the last window, on this rank
         self.window_position = position
         # A new number applies to later windows: window_steps keeps the number with which the open window began.
         self.accumulation_steps = counter("accumulation_steps", accumulation_steps)
@@ -40,11 +40,11 @@ class OpenWindow(nn.Cell):
         self.updates_held = counter("updates_held")  # not 0: no window ends
         # The seed of one item, its factor in accumulators and loss. It is constant over a window, even if batch sizes
         # or the loss scale change; 0 before anything was counted.
-        self.window_unit = record("window_unit")
-        self.window_sums = record("window_sums", (SUMS + 1,))  # and, last, batches that were added
-        self.batch_items = record("batch_items")  # the last batch's count, NaN if it was bad
+        self.window_unit = state_parameter("window_unit")
+        self.window_sums = state_parameter("window_sums", (SUMS + 1,))  # and, last, batches that were added
+        self.batch_items = state_parameter("batch_items")  # the last batch's count, NaN if it was bad
         if saturates():  # the device's flag is not enough: other code may clear or set it between two batches
-            self.saturated_batches = record("saturated_batches", (1,))
+            self.saturated_batches = state_parameter("saturated_batches", (1,))
 
     def take_noise(self, noise: NoiseRecord) -> None:
         """Empty this record with the window."""

@@ -13,7 +13,7 @@ from mindspore import nn, ops
 from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
 from gaccum_ms.accumulation.saturation import clear_flag, read_flag, saturates
 from gaccum_ms.backend import graphs
-from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, record
+from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, state_parameter
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.layers.window_batchnorm import window_statistics
 from gaccum_ms.options import compatibility
@@ -106,7 +106,7 @@ class Update(nn.Cell):
         if statistics is not None:
             self.statistics = statistics
         if self.has_norm:
-            self.grad_norm = record("grad_norm")
+            self.grad_norm = state_parameter("grad_norm")
         # If the norm is finite, the gradients are, and stay so in float32: they need no second check.
         self.norm_tells = (
             max_grad_norm is not None

@@ -103,17 +103,19 @@ def measured(
         _switch_dropout_off(cell.network)
         return run(trial_step, batch)
 
-    parts = step.micro_batches_of(batch)
+    micro_batches = step.micro_batches_of(batch)
 
-    def loss_on(part: Sequence[ms.Tensor]) -> float:
-        return float(loss_of(part)[0])
+    def loss_on(micro_batch: Sequence[ms.Tensor]) -> float:
+        return float(loss_of(micro_batch)[0])
 
     broadcast = (
-        None if error is not None else broadcast_input(inner.options, inner.network, batch, parts, loss_on, tolerance)
+        None
+        if error is not None
+        else broadcast_input(inner.options, inner.network, batch, micro_batches, loss_on, tolerance)
     )
     if broadcast is not None:
         return dataclasses.replace(evidence, broadcast=broadcast)
-    remedy = find_remedy(evidence, inner, batch, parts, loss_on, train)
+    remedy = find_remedy(evidence, inner, batch, micro_batches, loss_on, train)
     if error is not None and remedy is None:
         raise error
     return dataclasses.replace(evidence, remedy=remedy)

@@ -38,14 +38,14 @@ def find_remedy(
     evidence: Evidence,
     cell: GradAccumulationCell,
     batch: Sequence[ms.Tensor],
-    parts: Sequence[Sequence[ms.Tensor]],
+    micro_batches: Sequence[Sequence[ms.Tensor]],
     loss_of: Callable[[Sequence[ms.Tensor]], float],
     train: Callable[[GradAccumulationCell], Update],
 ) -> str | None:
-    """The first remedy that makes the updates equal; None if there is none among those known. `parts` : the batch's
-    micro-batches; `loss_of` : the network's loss on one; `train` : one update with a cell on the batch."""
+    """The first remedy that makes the updates equal; None if there is none among those known. `loss_of` : the
+    network's loss on a micro-batch; `train` : one update with a cell on the batch."""
     trials: Iterator[Trial | str] = itertools.chain(
-        _counts(evidence, cell, batch, parts, loss_of) if cell.loss_is_mean and not cell.several_losses else (),
+        _counts(evidence, cell, batch, micro_batches, loss_of) if cell.loss_is_mean and not cell.several_losses else (),
         _shared(cell, batch),
         _axes(cell, batch),
         _of_batch(cell),
@@ -68,18 +68,20 @@ def _counts(
     evidence: Evidence,
     cell: GradAccumulationCell,
     batch: Sequence[ms.Tensor],
-    parts: Sequence[Sequence[ms.Tensor]],
+    micro_batches: Sequence[Sequence[ms.Tensor]],
     loss_of: Callable[[Sequence[ms.Tensor]], float],
 ) -> Iterator[Trial | str]:
     """Counts with which the micro-batches' losses have the whole batch's as their mean. A str needs no update: with it,
     the losses have it as their ratio."""
     try:
-        losses = np.array([loss_of(part) for part in parts])
+        losses = np.array([loss_of(micro_batch) for micro_batch in micro_batches])
     except Exception:  # the network cannot run on them
         return
     for name, count in known_counts(cell.own_count, cell.network, batch):
         try:
-            items = np.array([float(as_numpy(ops.cast(ms.Tensor(count(*part)), ms.float32))) for part in parts])
+            items = np.array(
+                [float(as_numpy(ops.cast(ms.Tensor(count(*micro_batch)), ms.float32))) for micro_batch in micro_batches]
+            )
         except Exception:  # it does not fit the inputs
             continue
         if not (np.isfinite(items).all() and (items >= 0).all() and items.sum() > 0):

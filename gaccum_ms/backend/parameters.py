@@ -25,7 +25,7 @@ def own(name: str) -> str:
     return PREFIX + name
 
 
-def record(name: str, shape: tuple[int, ...] = (), value: float = 0.0) -> ms.Parameter:
+def state_parameter(name: str, shape: tuple[int, ...] = (), value: float = 0.0) -> ms.Parameter:
     """A float32 Parameter, one number or several."""
     return of_this_rank(own(name), ms.Tensor(np.full(shape, value, np.float32)))
 

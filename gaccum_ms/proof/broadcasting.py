@@ -23,12 +23,12 @@ def broadcast_input(
     options: Options,
     function: Callable[..., Any],
     batch: _Inputs,
-    parts: Sequence[_Inputs],
+    micro_batches: Sequence[_Inputs],
     loss_of: Callable[[_Inputs], float],
     tolerance: float,
 ) -> str | None:
-    """The input that is broadcast, and the shape that it needs, in words; None if there is none. `parts` : the batch's
-    micro-batches; `loss_of` : the network's loss on one."""
+    """The input that is broadcast, and the shape that it needs, in words; None if there is none. `loss_of` : the
+    network's loss on a micro-batch."""
 
     def equal(loss: float, other: float) -> bool:
         return abs(loss - other) <= tolerance * max(abs(other), 1e-30)
@@ -43,10 +43,10 @@ def broadcast_input(
             try:
                 paired = loss_of(_reshaped(batch, position, shape))
                 moved = loss_of(_reshaped(_moved(batch, position), position, shape))
-                losses = [loss_of(_reshaped(part, position, shape)) for part in parts]
+                losses = [loss_of(_reshaped(micro_batch, position, shape)) for micro_batch in micro_batches]
             except Exception:  # the network cannot run so, in one of MindSpore's many ways
                 continue
-            sizes = [len(part[position]) for part in parts]
+            sizes = [len(micro_batch[position]) for micro_batch in micro_batches]
             totals = (float(np.average(losses, weights=sizes)), float(np.sum(losses)))
             if not equal(paired, whole) and not equal(moved, paired) and any(equal(total, paired) for total in totals):
                 return _described(position, batch[position].shape, shape, _is_elementwise(function))

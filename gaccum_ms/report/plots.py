@@ -130,7 +130,7 @@ def draw_token_plan(plan: Any, path: str | Path) -> None:
     """The rows of each micro-batch of a `TokenPlan` , with tokens and padding in two colours."""
     figure, (panel,) = panels(1, 8, 4)
     start = 0
-    for width, rows in plan.parts:
+    for width, rows in plan.micro_batches:
         places = start + np.arange(rows.size)
         panel.bar(places, np.full(rows.size, width), width=1, color="#999999", alpha=0.4)
         panel.bar(places, np.where(rows < 0, 0, plan.lengths[rows]), width=1, color=BLUE)

@@ -31,7 +31,7 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.measure import float32_loss, float32_losses
 from gaccum_ms.accumulation.outputs import kinds_and_shapes
-from gaccum_ms.backend.parameters import record
+from gaccum_ms.backend.parameters import state_parameter
 from gaccum_ms.distributed.stages import stages
 from gaccum_ms.losses import counts
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
@@ -52,18 +52,18 @@ class MicroBatches(nn.Cell):
         super().__init__(auto_prefix=False)
         self.micro_size = micro_size
         self.is_cut = ops.constexpr(lambda position: position not in shared and micro_size > 1)
-        parts = auto_parallel.parts_of_inputs()
+        shards = auto_parallel.shards_of_inputs()
         kind = PipelineSlices if stages() > 1 else ShardSlices
-        self.slices = nn.CellList([kind(micro_size, part) for part in parts], auto_prefix=False)
-        self.one_for_all = len(parts) == 1
+        self.slices = nn.CellList([kind(micro_size, number) for number in shards], auto_prefix=False)
+        self.one_for_all = len(shards) == 1
 
     def construct(self, *inputs):
         by_input: tuple = ()
         for position in range(len(inputs)):
-            parts = (inputs[position],) * self.micro_size
+            slices = (inputs[position],) * self.micro_size
             if self.is_cut(position):
-                parts = self.slices[0 if self.one_for_all else position](inputs[position])
-            by_input = (*by_input, parts)
+                slices = self.slices[0 if self.one_for_all else position](inputs[position])
+            by_input = (*by_input, slices)
         return by_input
 
 
@@ -132,7 +132,7 @@ class Fraction(Numerators):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.min_count = setup.options.min_count
-        self.window_count = record("window_count")
+        self.window_count = state_parameter("window_count")
         self.count = counts.count_cell(setup.options.counts[0])
         self.counts_samples = setup.options.counts[0] is None and not setup.options.returns_ratio
         self.is_plain_sum = self.counts_samples and not setup.options.loss_is_mean  # which nothing divides
@@ -239,8 +239,8 @@ class WeightedLosses(nn.Cell):
         self.ratio = options.returns_ratio
         self.min_count = options.min_count
         self.least = options.min_count or _SMALL
-        self.window_count = record("window_count", (self.number,))
-        self.loss_terms = record("loss_terms", (self.number,))
+        self.window_count = state_parameter("window_count", (self.number,))
+        self.loss_terms = state_parameter("loss_terms", (self.number,))
         self.counts = nn.CellList([counts.count_cell(count) for count in options.counts], auto_prefix=False)
 
     def unit(self, samples: int) -> float:
@@ -284,7 +284,7 @@ class WeightedLosses(nn.Cell):
         return scale, (loss,), ops.logical_and(counts.any_counted(totals, self.min_count), ops.isfinite(loss))
 
 
-def parts_of(setup: Setup, spans_batches: bool) -> nn.Cell:
+def measure_of(setup: Setup, spans_batches: bool) -> nn.Cell:
     """What a micro-batch adds to the sums, by these options. In a window of several batches samples are counted too."""
     options = setup.options
     if options.several_losses:
@@ -299,9 +299,9 @@ class BatchSums(nn.Cell):
 
     def __init__(self, setup: Setup, spans_batches: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.parts = parts_of(setup, spans_batches)
-        self.returns_outputs = self.parts.aux and stages() == 1
-        self.unit_of = ops.constexpr(self.parts.unit)
+        self.measure = measure_of(setup, spans_batches)
+        self.returns_outputs = self.measure.aux and stages() == 1
+        self.unit_of = ops.constexpr(self.measure.unit)
         self.micro_size = setup.options.micro_size or 1
         self.micro_batches = MicroBatches(self.micro_size, setup.options.shared)
         # The passes know by them where a micro-batch's forward ends.
@@ -309,14 +309,14 @@ class BatchSums(nn.Cell):
         self.adds = [ops.Add().add_prim_attr(tag, index) for index in range(1, self.micro_size)]
 
     def construct(self, *inputs):
-        totals = self.parts.totals(*inputs)
-        factors = self.parts.factors(totals)
-        results = each(ops.partial(self.parts, factors), *self.micro_batches(*inputs))
+        totals = self.measure.totals(*inputs)
+        factors = self.measure.factors(totals)
+        results = each(ops.partial(self.measure, factors), *self.micro_batches(*inputs))
         losses = each(loss_of, results)
         loss = losses[0]
         for index in range(1, self.micro_size):
             loss = self.adds[index - 1](loss, losses[index])
-        loss = self.parts.reducer.reduce(loss) if self.parts.per_sample else loss
+        loss = self.measure.reducer.reduce(loss) if self.measure.per_sample else loss
         numbers: tuple = (loss,)
         for kind in range(len(results[0][1])):
             numbers = (*numbers, *each(ops.partial(number_of, kind), results))
@@ -328,9 +328,11 @@ class BatchSums(nn.Cell):
     def sums(self, numbers, inputs):
         """The batch's numerators, the loss first, and its totals of counts, from the numbers that `construct` returned.
         A bad count is NaN."""
-        end = len(numbers) - self.parts.batch_counts
-        totals = each(counts.nan_if_bad, numbers[end:]) if self.parts.batch_counts else self.parts.constants(*inputs)
-        if self.parts.counts_micro_batches:
+        end = len(numbers) - self.measure.batch_counts
+        totals = (
+            each(counts.nan_if_bad, numbers[end:]) if self.measure.batch_counts else self.measure.constants(*inputs)
+        )
+        if self.measure.counts_micro_batches:
             end = end - self.micro_size
             totals = (ops.reduce_sum(counts.nan_if_bad(stack(numbers[end:]))),)
         numerators: tuple = (numbers[0],)

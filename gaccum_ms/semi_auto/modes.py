@@ -161,9 +161,9 @@ def check_batch(shapes: list[tuple[int, ...]], micro_size: int | None) -> None:
             )
 
 
-def parts_of_inputs() -> tuple[int, ...]:
-    """The number of parts into which ``dataset_strategy`` splits the samples of each input over devices; one number for
-    all, or one for each. ``(1,)`` if it is unknown (a Layout): that is correct too, but the compiler gathers first."""
+def shards_of_inputs() -> tuple[int, ...]:
+    """Into how many shards ``dataset_strategy`` splits the samples of each input over devices: one number for all, or
+    one for each. ``(1,)`` if it is unknown (a Layout): that is correct too, but the compiler gathers first."""
     strategy = ms.get_auto_parallel_context("dataset_strategy")
     if ms.get_auto_parallel_context("full_batch") or strategy == "full_batch":
         return (1,)

@@ -82,21 +82,21 @@ def _own_gradient(gradient, is_owned):
 
 class PipelineSlices(nn.Cell):
     """Cut all micro-batches out of an input, in the form that the passes know: one Reshape, which all of them share,
-    and one StridedSlice for each, along axis 1. The devices of a stage split the samples into `parts` ."""
+    and one StridedSlice for each, along axis 1. The devices of a stage split the samples into `shards` ."""
 
-    def __init__(self, micro_size: int, parts: int) -> None:
+    def __init__(self, micro_size: int, shards: int) -> None:
         super().__init__(auto_prefix=False)
         self.micro_size = micro_size
-        self.parts = parts
+        self.shards = shards
         self.slice = ops.StridedSlice()
 
     def construct(self, value):
-        whole, begins, ends, shape = plan_of_slices(value.shape, self.parts, self.micro_size)
+        whole, begins, ends, shape = plan_of_slices(value.shape, self.shards, self.micro_size)
         return each(ops.partial(self.cut, reshape(value, whole), whole[2], shape), begins, ends)
 
     def cut(self, parted, numbers, shape, begin, end):
         """The micro-batch of samples `begin` to `end` of each part; `numbers` : of a sample."""
-        return reshape(self.slice(parted, (0, begin, 0), (self.parts, end, numbers), (1, 1, 1)), shape)
+        return reshape(self.slice(parted, (0, begin, 0), (self.shards, end, numbers), (1, 1, 1)), shape)
 
 
 class OverStages(nn.Cell):

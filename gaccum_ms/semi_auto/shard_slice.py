@@ -19,36 +19,36 @@ from gaccum_ms.semi_auto.operators import each, reshape
 
 
 class ShardSlices(nn.Cell):
-    """Cut all micro-batches out of an input of shape (N, ...), whose samples the devices split into `parts` ."""
+    """Cut all micro-batches out of an input of shape (N, ...), whose samples the devices split into `shards` ."""
 
-    def __init__(self, micro_size: int, parts: int) -> None:
+    def __init__(self, micro_size: int, shards: int) -> None:
         super().__init__(auto_prefix=False)
         self.micro_size = micro_size
-        self.parts = parts
+        self.shards = shards
         # All other axes are merged into one, so that inputs may have any number of axes.
-        self.samples_first = ops.Transpose().shard(((parts, 1, 1),))
-        self.slice = ops.StridedSlice().shard(((1, parts, 1),)).add_prim_attr("grad_accu_num", micro_size)
-        self.parts_first = ops.Transpose().shard(((1, parts, 1),))
+        self.samples_first = ops.Transpose().shard(((shards, 1, 1),))
+        self.slice = ops.StridedSlice().shard(((1, shards, 1),)).add_prim_attr("grad_accu_num", micro_size)
+        self.shards_first = ops.Transpose().shard(((1, shards, 1),))
 
     def construct(self, value):
-        whole, begins, ends, shape = plan_of_slices(value.shape, self.parts, self.micro_size)
+        whole, begins, ends, shape = plan_of_slices(value.shape, self.shards, self.micro_size)
         parted = self.samples_first(reshape(value, whole), (1, 0, 2))
         return each(ops.partial(self.cut, parted, whole[2], shape), begins, ends)
 
     def cut(self, parted, numbers, shape, begin, end):
         """The micro-batch of samples `begin` to `end` of each part; `numbers` : of a sample."""
-        own = self.slice(parted, (begin, 0, 0), (end, self.parts, numbers), (1, 1, 1))
-        return reshape(self.parts_first(own, (1, 0, 2)), shape)
+        own = self.slice(parted, (begin, 0, 0), (end, self.shards, numbers), (1, 1, 1))
+        return reshape(self.shards_first(own, (1, 0, 2)), shape)
 
 
 @ops.constexpr
-def plan_of_slices(shape, parts, micro_size):
-    """The shape of an input by parts, (parts, samples of each, numbers of a sample); the samples of each part at which
-    the micro-batches begin, and those at which they end; and a micro-batch's shape. Refuses what cannot be cut: with
-    data sinking, no Python of the step runs before."""
-    own = shape[0] // parts
+def plan_of_slices(shape, shards, micro_size):
+    """The shape of an input by shards, (shards, samples of each, numbers of a sample); the samples of each shard at
+    which the micro-batches begin, and those at which they end; and a micro-batch's shape. Refuses what cannot be cut:
+    with data sinking, no Python of the step runs before."""
+    own = shape[0] // shards
     auto_parallel.check_batch([(own,)], micro_size)
     size = own // micro_size
     begins = tuple(range(0, own, size))
     ends = tuple(range(size, own + 1, size))
-    return (parts, own, math.prod(shape[1:])), begins, ends, (parts * size, *shape[1:])
+    return (shards, own, math.prod(shape[1:])), begins, ends, (shards * size, *shape[1:])

@@ -20,7 +20,7 @@ from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.saturation import clear_flag, read_flag, saturates
 from gaccum_ms.accumulation.sums import BATCHES, COUNT, LOSS
-from gaccum_ms.backend.parameters import expose_records, hold_weights, record
+from gaccum_ms.backend.parameters import expose_records, hold_weights, state_parameter
 from gaccum_ms.distributed.stages import owned_weights, stages
 from gaccum_ms.options.rules import Setup
 from gaccum_ms.semi_auto.batch_sums import BatchSums
@@ -43,7 +43,7 @@ def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) 
 
 class OpenSums(OpenWindow):
     """A window that stays open between batches: the accumulators, which are this device's sums, and the numbers that
-    belong to them. `parts` : what has the counts."""
+    belong to them. `measure` : what has the counts."""
 
     is_sharded = True
     may_skip = True
@@ -51,11 +51,11 @@ class OpenSums(OpenWindow):
     spans_batches = True
 
     def __init__(
-        self, store: GradientSums, parts: nn.Cell, sum_over_devices: ops.AllReduce, position: ms.Parameter, steps: int
+        self, store: GradientSums, measure: nn.Cell, sum_over_devices: ops.AllReduce, position: ms.Parameter, steps: int
     ) -> None:
         super().__init__("GradAccumulationCell", store, position, steps)
-        self.window_count = parts.window_count
-        self.dropped_micro_batches = record("dropped_micro_batches")
+        self.window_count = measure.window_count
+        self.dropped_micro_batches = state_parameter("dropped_micro_batches")
         self.sum_over_devices = sum_over_devices
 
     def on_any_rank(self, condition):
@@ -75,7 +75,7 @@ class UnrolledWindow(nn.Cell):
         super().__init__(auto_prefix=False)
         self.spans_batches = position is not None
         self.batch_sums = BatchSums(setup, self.spans_batches)
-        self.parts = self.batch_sums.parts
+        self.measure = self.batch_sums.measure
         hold_weights(self, weights)
         self.backward = ops.GradOperation(get_by_list=True, sens_param=True)
         self.has_stages = stages() > 1
@@ -83,7 +83,7 @@ class UnrolledWindow(nn.Cell):
             self.over_stages = OverStages()
         self.map = ops.HyperMap()
         self.owned = owned_weights(setup.network, weights)
-        self.may_skip = self.needs_division = self.parts.may_skip
+        self.may_skip = self.needs_division = self.measure.may_skip
         self.has_outputs = self.batch_sums.returns_outputs
         self.micro_size = setup.options.micro_size or 1
         self.shared = setup.options.shared
@@ -97,17 +97,19 @@ class UnrolledWindow(nn.Cell):
         if self.notes_gradient:
             # The passes of `gradient_accumulation_shard` find no gradient that is used only behind the `if` around the
             # update, so a number of the smallest is written down before it.
-            self.noted_gradient = record("noted_gradient")
+            self.noted_gradient = state_parameter("noted_gradient")
             owned = [position for position, is_owned in enumerate(self.owned) if is_owned]
             self.smallest = min(owned, key=lambda position: weights[position].size)
         if self.has_outputs:
-            self.zero = record("zero")
+            self.zero = state_parameter("zero")
         self.sum_over_devices = ops.AllReduce()
-        expose_records(self, self.parts)
+        expose_records(self, self.measure)
         if position is not None:
             steps = setup.options.accumulation_steps
-            self.open = OpenSums(self.store, self.parts, self.sum_over_devices, position, steps)
-            self.batch_weight = record("batch_weight", value=1.0)  # 0 for a flush, which runs the last batch again
+            self.open = OpenSums(self.store, self.measure, self.sum_over_devices, position, steps)
+            self.batch_weight = state_parameter(
+                "batch_weight", value=1.0
+            )  # 0 for a flush, which runs the last batch again
 
     @property
     def ledger(self) -> nn.Cell:
@@ -121,7 +123,7 @@ class UnrolledWindow(nn.Cell):
         unit = self.batch_sums.unit_of(inputs[0].shape[0])
         numerators, totals, outputs, gradients = self.backwards(inputs, scale * unit)
         gradients = self.reduced(gradients)
-        divisor, means, counted = self.parts.finished(numerators, totals, unit, scale)
+        divisor, means, counted = self.measure.finished(numerators, totals, unit, scale)
         loss = self.with_noted_gradient(means[0], gradients) if self.notes_gradient else means[0]
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
         return (gradients, divisor, loss, counted), outputs
@@ -136,7 +138,7 @@ class UnrolledWindow(nn.Cell):
         added = ops.depend(added, ops.assign(self.open.batch_items, items))
         if saturates():
             added = ops.depend(added, ops.assign_add(self.open.saturated_batches, read_flag(added)))
-        means, _, _ = self.parts.divided(numerators, items)
+        means, _, _ = self.measure.divided(numerators, items)
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
         return ops.depend(means[0], added), outputs
 
@@ -146,13 +148,13 @@ class UnrolledWindow(nn.Cell):
         unit = self.batch_sums.unit_of(inputs[0].shape[0])
         numerators, totals, outputs, gradients = self.backwards(inputs, scale * weight * unit)
         gradients = self.reduced(gradients)
-        means, _, _ = self.parts.divided(numerators, totals[0])
+        means, _, _ = self.measure.divided(numerators, totals[0])
         sums = unstack(self.open.window_sums + 0.0)
         loss = ops.depend(means[0], ops.assign(self.open.batch_items, totals[0]))
         loss = ops.depend(loss, ops.assign(self.open.window_batches, sums[BATCHES] + weight))
         numerators = (sums[LOSS] + numerators[0] * weight,)
         totals = (sums[COUNT] + totals[0] * weight,)
-        divisor, means_of_window, counted = self.parts.finished(numerators, totals, unit, scale)
+        divisor, means_of_window, counted = self.measure.finished(numerators, totals, unit, scale)
         of_loss = ops.depend(means_of_window[0], loss)
         of_loss = self.with_noted_gradient(of_loss, gradients) if self.notes_gradient else of_loss
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]

@@ -10,14 +10,14 @@ from mindspore import dataset
 from gaccum_ms.checks.arguments import check_bool, check_positive_int
 
 _NAME = "BalancedSampler"
-_EVEN = 1e-3  # parts are even when the largest sum is above the mean by at most this part of it
+_EVEN = 1e-3  # groups are even when the largest sum is above the mean by at most this share of it
 
 
 class BalancedSampler(dataset.Sampler):
     r"""
     Sampler for `mindspore.dataset.GeneratorDataset
     <https://www.mindspore.cn/docs/en/master/api_python/dataset/mindspore.dataset.GeneratorDataset.html>`_ that gives
-    each rank its part of each global batch. All parts have nearly the same number of tokens.
+    each rank its group of each global batch. All groups have nearly the same number of tokens.
 
     All ranks compute the same order from seed and epoch, and cut it into global batches of :math:`\text{batch\_size}
     \times \text{num\_shards}` samples. Each global batch is dealt from its longest sample to its shortest, back and
@@ -116,34 +116,34 @@ class BalancedSampler(dataset.Sampler):
         return full * self._batch_size + len(range(self._shard, rest, self._shards))
 
 
-def dealt(costs: np.ndarray, parts: int) -> list[list[int]]:
-    """The indices of the costs, dealt to `parts` parts with equal numbers of costs and nearly equal sums: from the
-    largest to the smallest, back and forth over the parts; what is still uneven is mended by swaps."""
+def dealt(costs: np.ndarray, groups: int) -> list[list[int]]:
+    """The indices of the costs, dealt to `groups` groups with equal numbers of costs and nearly equal sums: from the
+    largest to the smallest, back and forth over the groups; what is still uneven is mended by swaps."""
     order = np.argsort(-costs, kind="stable")
-    places = np.arange(costs.size) % (2 * parts)
-    part_of = np.minimum(places, 2 * parts - 1 - places)
-    result = [order[part_of == part].tolist() for part in range(parts)]
+    places = np.arange(costs.size) % (2 * groups)
+    group_of = np.minimum(places, 2 * groups - 1 - places)
+    result = [order[group_of == group].tolist() for group in range(groups)]
     _swap(costs, result)
     return sorted(result, key=lambda places: (-len(places), min(places, default=costs.size)))
 
 
-def _swap(costs: np.ndarray, parts: list[list[int]]) -> None:
-    """Let the largest part swap a cost for a smaller one of another part, until the parts are even or no swap helps.
+def _swap(costs: np.ndarray, groups: list[list[int]]) -> None:
+    """Let the largest group swap a cost for a smaller one of another group, until the groups are even or no swap helps.
 
     The other part is the smallest one that has such a cost. The pair is the one that brings both sums closest.
     """
     while True:
-        sums = [float(costs[part].sum()) for part in parts]
+        sums = [float(costs[group].sum()) for group in groups]
         *others, largest = np.argsort(sums, kind="stable").tolist()
         if sums[largest] <= (1 + _EVEN) * np.mean(sums):
             return
-        for other in filter(parts.__getitem__, others):
+        for other in filter(groups.__getitem__, others):
             gap = sums[largest] - sums[other]
-            moved = costs[parts[largest]][:, None] - costs[parts[other]]
+            moved = costs[groups[largest]][:, None] - costs[groups[other]]
             i, j = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
             # Both bounds keep away from 0 and gap: rounded sums could otherwise swap the same pair for ever.
             if _EVEN * gap < moved[i, j] < (1 - _EVEN) * gap:
-                parts[largest][i], parts[other][j] = parts[other][j], parts[largest][i]
+                groups[largest][i], groups[other][j] = groups[other][j], groups[largest][i]
                 break
         else:
             return

@@ -158,7 +158,7 @@ class MaxTokens(Splitter):
             self._filler_row = None if self._is_checked else rows.micro_batch(np.array([NOBODY]), widths[-1])
         self.widths, self._fillers = widths, fillers
         self.plan = plan_tokens(rows.lengths, rows.before, widths, self.max_tokens, fills=fillers is not None)
-        return [rows.micro_batch(samples, width) for width, samples in self.plan.parts]
+        return [rows.micro_batch(samples, width) for width, samples in self.plan.micro_batches]
 
     def working_copy(self) -> MaxTokens:
         made = copy.copy(self)

@@ -135,10 +135,10 @@ def take(
     rows = ops.range(start, start + size, step) if is_open else start + ms.Tensor(_row_indices(size, size), ms.int32)
     if not axes:
         return ops.HyperMap()(ops.partial(_gather_rows, rows), inputs)
-    parts: tuple = ()  # a comprehension would be a loop, which takes the compiler longer
+    micro_batch: tuple = ()  # a comprehension would be a loop, which takes the compiler longer
     for position in range(len(inputs)):
-        parts = (*parts, _gathered(inputs[position], rows, axis_at(axes, position)))
-    return parts
+        micro_batch = (*micro_batch, _gathered(inputs[position], rows, axis_at(axes, position)))
+    return micro_batch
 
 
 def _gathered(value, rows, axis):
@@ -147,10 +147,10 @@ def _gathered(value, rows, axis):
 
 def take_rest(inputs: Sequence[ms.Tensor], start: int, axes: tuple[int, ...]) -> tuple[ms.Tensor, ...]:
     """The samples from `start` on (the last micro-batch of a ragged batch), and the shared inputs."""
-    parts: tuple = ()
+    micro_batch: tuple = ()
     for position in range(len(inputs)):
-        parts = (*parts, _without_first(inputs[position], start, axis_at(axes, position)))
-    return parts
+        micro_batch = (*micro_batch, _without_first(inputs[position], start, axis_at(axes, position)))
+    return micro_batch
 
 
 def _without_first(value, start, axis):

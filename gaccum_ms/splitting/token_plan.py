@@ -24,8 +24,7 @@ class TokenPlan:
         before (int): The width to which the batch is padded, in tokens.
         widths (tuple[int, ...]): The widths that may be compiled, ascending.
         max_tokens (int): The largest number of tokens in a micro-batch, padding included.
-        parts (tuple): For each micro-batch its width, and the index in the batch of each row's sample; -1 for rows of
-            padding.
+        micro_batches (tuple): For each its width, and the index in the batch of each row's sample; -1: padding.
 
     Raises:
         ImportError: If :meth:`draw` is called and matplotlib is not installed.
@@ -45,7 +44,7 @@ class TokenPlan:
     before: int
     widths: tuple[int, ...]
     max_tokens: int
-    parts: tuple[tuple[int, np.ndarray], ...]
+    micro_batches: tuple[tuple[int, np.ndarray], ...]
 
     @property
     def tokens(self) -> int:
@@ -55,7 +54,7 @@ class TokenPlan:
     @property
     def padding(self) -> float:
         """The share of padding in all micro-batches."""
-        return 1 - self.tokens / sum(width * rows.size for width, rows in self.parts)
+        return 1 - self.tokens / sum(width * rows.size for width, rows in self.micro_batches)
 
     @property
     def padding_before(self) -> float:
@@ -65,7 +64,7 @@ class TokenPlan:
     @property
     def order(self) -> np.ndarray:
         """The position of each sample of the batch among the rows of all micro-batches."""
-        rows = np.concatenate([rows for _, rows in self.parts])
+        rows = np.concatenate([rows for _, rows in self.micro_batches])
         places = np.flatnonzero(rows != NOBODY)
         return places[np.argsort(rows[places], kind="stable")]
 
@@ -74,7 +73,7 @@ class TokenPlan:
         share of padding."""
         rows_of_table = []
         for width in self.widths:
-            here = [rows for other, rows in self.parts if other == width]
+            here = [rows for other, rows in self.micro_batches if other == width]
             if here:
                 samples = np.concatenate(here)
                 samples = samples[samples != NOBODY]
@@ -85,10 +84,10 @@ class TokenPlan:
 
     def __str__(self) -> str:
         lines = [f"{'width':>7}{'rows':>7}{'micro-batches':>16}{'samples':>10}{'padding':>10}"]
-        for width, rows, parts, samples, share in self.table():
-            lines.append(f"{width:>7}{rows:>7}{parts:>16}{samples:>10}{share:>10.1%}")
+        for width, rows, number, samples, share in self.table():
+            lines.append(f"{width:>7}{rows:>7}{number:>16}{samples:>10}{share:>10.1%}")
         samples = self.lengths.size
-        lines.append(f"{'all':>7}{'':>7}{len(self.parts):>16}{samples:>10}{self.padding:>10.1%}")
+        lines.append(f"{'all':>7}{'':>7}{len(self.micro_batches):>16}{samples:>10}{self.padding:>10.1%}")
         lines.append(f"padded to {self.before}, without a plan: {self.padding_before:.1%}")
         return "\n".join(lines)
 
@@ -119,15 +118,15 @@ def plan_tokens(
     )
     layouts = [_layout(choice, widths, longer, max_tokens, lengths.size) for choice in choices]
     best = min(layouts, key=lambda layout: sum(number * rows * width for width, rows, number in layout))
-    parts: list[tuple[int, np.ndarray]] = []
+    micro_batches: list[tuple[int, np.ndarray]] = []
     taken = 0
     for width, rows, number in best:
         for _ in range(number):
             samples = longest_first[taken : taken + rows]
             taken += samples.size
             free = rows - samples.size if fills else 0
-            parts.append((width, np.concatenate([samples, np.full(free, NOBODY)])))
-    return TokenPlan(lengths, before, tuple(widths), max_tokens, tuple(parts))
+            micro_batches.append((width, np.concatenate([samples, np.full(free, NOBODY)])))
+    return TokenPlan(lengths, before, tuple(widths), max_tokens, tuple(micro_batches))
 
 
 def _layout(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mindspore as ms
 
 from gaccum_ms.backend.user_warnings import warn_user
-from gaccum_ms.training.parts import Parts
+from gaccum_ms.training.components import Components
 from gaccum_ms.training.runner import Batch
 
 _NAME = "GradAccumulationCell"
@@ -34,21 +34,21 @@ class NoCount:
 class Counts:
     """The counts of a step's last batch and window, where micro-batches are weighted by counts."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._no_count = NoCount(parts.options.min_count)
+    def __init__(self, components: Components) -> None:
+        self._components = components
+        self._no_count = NoCount(components.options.min_count)
 
     def check(self, batch: Batch) -> None:
         """Raise an error for a bad count in the batch, or in its window on any rank."""
-        parts, options = self._parts, self._parts.options
-        spans_batches, by_python = parts.spans_batches, options.splits_in_python
-        ended = not spans_batches or parts.is_between_windows
+        components, options = self._components, self._components.options
+        spans_batches, by_python = components.spans_batches, options.splits_in_python
+        ended = not spans_batches or components.is_between_windows
         of_window = ended and (not spans_batches or by_python)
-        window_count = parts.window.window_count
-        total = (window_count if of_window else parts.window.open.batch_items).asnumpy()
+        window_count = components.window.window_count
+        total = (window_count if of_window else components.window.open.batch_items).asnumpy()
         if (total == total).all():
             if ended:
-                dropped = getattr(parts.window, "dropped_micro_batches", None)  # several losses drop none
+                dropped = getattr(components.window, "dropped_micro_batches", None)  # several losses drop none
                 self._no_count.warn(_NAME, window_count, dropped)
             return
         if options.returns_ratio:
@@ -61,7 +61,7 @@ class Counts:
         micro_batches = batch.micro_batches()
         counted = [[float(count(*part)) for part in micro_batches] for count in options.counts if count is not None]
         others = "" if spans_batches else "Where these are fine, another rank's are not. "
-        was_added = spans_batches and parts.window.adds_bad_batches
+        was_added = spans_batches and components.window.adds_bad_batches
         if by_python:
             others, was_added = "Where these are fine, another rank's or batch's of the window are not. ", True
         raise ValueError(

@@ -27,7 +27,7 @@ from gaccum_ms.training.runner import Batch, Runner
 if TYPE_CHECKING:
     from gaccum_ms.cell import GradAccumulationCell
     from gaccum_ms.memory.trial import MakeStep
-    from gaccum_ms.training.parts import Parts
+    from gaccum_ms.training.components import Components
     from gaccum_ms.training.python_split import PythonSplit
     from gaccum_ms.training.two_graphs import TwoGraphs
 
@@ -39,9 +39,9 @@ class FoundSize(Runner):
     """Finds and halves the size with which another runner trains."""
 
     def __init__(
-        self, parts: Parts, cell: GradAccumulationCell, runner: TwoGraphs | PythonSplit, make_step: MakeStep
+        self, components: Components, cell: GradAccumulationCell, runner: TwoGraphs | PythonSplit, make_step: MakeStep
     ) -> None:
-        self._parts = parts
+        self._components = components
         self._cell = cell
         self.runner = runner
         self.split = runner.split
@@ -52,20 +52,20 @@ class FoundSize(Runner):
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         if self.split is not None:  # it needs the size
-            self._parts.check_inputs(len(inputs))
+            self._components.check_inputs(len(inputs))
             self._find(inputs)
         return self.runner.prepare(inputs)
 
     def _find(self, inputs: Sequence[ms.Tensor]) -> None:
         """At the first batch. With several ranks, a collective."""
         if self.runner.size is None:
-            what = self._cell, self._parts.update.optimizer, inputs, self._limit, self._fails
+            what = self._cell, self._components.update.optimizer, inputs, self._limit, self._fails
             self.runner.cut_into(search.found_size(_NAME, *what, self._make_step))
 
     def run(self, batch: Batch) -> Any:
         self._find(batch.inputs)
         added = self._as_it_fits(batch)
-        if self._parts.end_window is None or self._parts.window.open.is_full:
+        if self._components.end_window is None or self._components.window.open.is_full:
             try:
                 self.agree()
             except RuntimeError:
@@ -120,19 +120,19 @@ class FoundSize(Runner):
 
     def _note(self) -> None:
         """Keep a copy of everything that a batch on this rank alone may change."""
-        window = self._parts.window
-        left_out = [*self._parts.weights, *(self._constants or ())]
-        if self._parts.is_between_windows:  # they are zero
+        window = self._components.window
+        left_out = [*self._components.weights, *(self._constants or ())]
+        if self._components.is_between_windows:  # they are zero
             left_out += window.store.get_parameters()
         self._before = Snapshot(window, leave_out=left_out)
 
     def _put_back(self) -> None:
-        self._parts.window.store.reset_eagerly()
+        self._components.window.store.reset_eagerly()
         self._before.restore()
 
     def _find_constants(self) -> None:
         """Find what a batch has not changed: frozen Parameters and constants, which may be many. They need no copy."""
-        network = {id(tensor) for tensor in self._parts.network.get_parameters()}
+        network = {id(tensor) for tensor in self._components.network.get_parameters()}
         self._constants = [
             tensor
             for tensor in self._before.unchanged()

@@ -31,7 +31,7 @@ from gaccum_ms.checks.arguments import described
 from gaccum_ms.training.runner import Batch, Runner
 
 if TYPE_CHECKING:
-    from gaccum_ms.training.parts import Parts
+    from gaccum_ms.training.components import Components
 
 _NAME = "GradAccumulationCell"
 
@@ -58,10 +58,10 @@ class PythonSplit(Runner):
     split: Any  # a Splitter
     size_is = "max_tokens"
 
-    def __init__(self, parts: Parts) -> None:
-        options = parts.options
-        self._parts = parts
-        self._end_window: Any = parts.end_window
+    def __init__(self, components: Components) -> None:
+        options = components.options
+        self._components = components
+        self._end_window: Any = components.end_window
         self._count = options.own_count
         self._by_samples = self._count is None
         self._first_output = 1 + options.returns_ratio  # its position in what the network returns
@@ -72,7 +72,9 @@ class PythonSplit(Runner):
 
     def _renew_graphs(self) -> None:
         """Discard the graphs of the old shapes, which frees their memory."""
-        self._graph = AddMicroBatch(self._parts.window, self._parts.update, bool(self._parts.options.jit))
+        self._graph = AddMicroBatch(
+            self._components.window, self._components.update, bool(self._components.options.jit)
+        )
         gc.collect()
 
     @property
@@ -96,9 +98,9 @@ class PythonSplit(Runner):
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         micro_batches = micro_batches_of(self.split, inputs, self._by_samples)
-        self._parts.check_inputs(len(micro_batches[0]))
+        self._components.check_inputs(len(micro_batches[0]))
         self.split.check_padding(self._counted)
-        if self._parts.options.aux and self._has_tokens is None:
+        if self._components.options.aux and self._has_tokens is None:
             self._look_at_outputs(inputs)
         sizes = [part[0].shape[0] if part[0].ndim else 1 for part in micro_batches]
         return Batch(inputs, sizes, lambda: micro_batches)
@@ -107,9 +109,9 @@ class PythonSplit(Runner):
         """What a micro-batch counts, and with a ratio its numerator, by names for an error."""
         if self._count is not None:
             return [("'count'", float(self._count(*micro_batch)))]
-        if not self._parts.options.returns_ratio:
+        if not self._components.options.returns_ratio:
             return []
-        outputs = outputs_of(self._parts.network, micro_batch, self._parts.weights)
+        outputs = outputs_of(self._components.network, micro_batch, self._components.weights)
         pair = [np.asarray(as_numpy(value) if isinstance(value, ms.Tensor) else value) for value in outputs[:2]]
         if len(pair) < 2 or any(value.dtype.kind not in "iufb" or value.size != 1 for value in pair):
             return []  # a check explains it when the step is compiled
@@ -122,12 +124,12 @@ class PythonSplit(Runner):
         if sizes is None:
             return
         runs, rows, widths = sizes
-        network, weights = self._parts.network, self._parts.weights
+        network, weights = self._components.network, self._components.weights
         shapes = [shapes_of(network, runs[0], weights), shapes_if_taken(network, runs[1], weights)]
         has_tokens = []
         for of_size, number, width in zip(shapes, rows, widths, strict=True):
             if of_size is not None:
-                check_aux(of_size, self._parts.options.returns_ratio, number)
+                check_aux(of_size, self._components.options.returns_ratio, number)
                 aux = of_size[self._first_output :]
                 has_tokens.append([shape is not None and len(shape) > 1 and shape[1] == width for shape in aux])
         self._has_tokens = [all(of_sizes) for of_sizes in zip(*has_tokens, strict=True)]
@@ -138,12 +140,12 @@ class PythonSplit(Runner):
     def add(self, batch: Batch) -> Added:
         """Add the micro-batches of a batch to the window, on this rank alone."""
         micro_batches: Any = batch.micro_batches()
-        window = self._parts.window.open
+        window = self._components.window.open
         window.begin_eagerly()
         sums, loss = ms.Tensor(np.zeros(SUMS + 1, np.float32)), None
         outputs = []
         for micro_batch, times in zip(micro_batches, self._times(micro_batches), strict=True):
-            self._parts.window.begin_micro_batch()
+            self._components.window.begin_micro_batch()
             sums, loss, *own_outputs = self._graph.run_alone(sums, ms.Tensor(times, ms.float32), *micro_batch)
             outputs.append(own_outputs)
         # Before the batch is in the window: an output that cannot be joined is an error without an update.
@@ -156,17 +158,17 @@ class PythonSplit(Runner):
 
     def end(self, added: Added) -> Any:
         """Finish a batch; if its window ends, update on all ranks. Returns what the step returns."""
-        parts, window = self._parts, self._parts.window.open
+        components, window = self._components, self._components.window.open
         _, loss, outputs = added
-        scale = parts.update.scale()
+        scale = components.update.scale()
         overflow = ms.Tensor(False, ms.bool_)
         if window.is_full:
             is_one_batch = int(window.window_steps.asnumpy()) == 1
             overflow = self._end_window.run_alone(loss)
             if is_one_batch:
                 loss = window.window_loss + 0.0  # a copy of a Parameter is a Parameter
-        parts.count_batch()
-        return parts.update.returned(loss, overflow, scale, outputs)
+        components.count_batch()
+        return components.update.returned(loss, overflow, scale, outputs)
 
     def _joined(
         self,
@@ -178,9 +180,9 @@ class PythonSplit(Runner):
         """One output, joined over all micro-batches: the mean of outputs of shape (); others are concatenated, or put
         into the batch's order by `split` ."""
         if outputs[0].ndim == 0:
-            unit = self._parts.window.open.window_unit + 0.0
-            scale = self._parts.update.scale()
-            return self._parts.window.ledger.own_mean(ops.addn(list(outputs)), sums, unit, scale)
+            unit = self._components.window.open.window_unit + 0.0
+            scale = self._components.update.scale()
+            return self._components.window.ledger.own_mean(ops.addn(list(outputs)), sums, unit, scale)
         if not self.split.joins:
             return outputs[0]
         arrays = [output.asnumpy() for output in outputs]
@@ -206,7 +208,9 @@ def _concatenated(
     samples, so its length must differ between micro-batches, or be that of an input. `position` : of the output among
     the network's."""
     rows = [array.shape[0] for array in arrays]
-    of_inputs = [[part.shape[0] if part.ndim else 1 for part in parts] for parts in zip(*micro_batches, strict=True)]
+    of_inputs = [
+        [value.shape[0] if value.ndim else 1 for value in values] for values in zip(*micro_batches, strict=True)
+    ]
     if len({array.shape[1:] for array in arrays}) == 1 and (len(set(rows)) > 1 or rows in of_inputs):
         return np.concatenate(arrays)
     raise ValueError(

@@ -17,7 +17,7 @@ import mindspore as ms
 
 if TYPE_CHECKING:
     from gaccum_ms.splitting.splitter import Splitter
-    from gaccum_ms.training.parts import Parts
+    from gaccum_ms.training.components import Components
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Batch:
 class Runner:
     """Trains a step on one batch, and ends its windows."""
 
-    _parts: Parts
+    _components: Components
     split: Splitter | None = None  # what splits the batches in Python, of this step alone
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
@@ -50,5 +50,5 @@ class Runner:
 
     def flush(self) -> bool:
         """End the open window; returns whether there was an update. Only if windows may have several batches."""
-        end_window: Any = self._parts.end_window
+        end_window: Any = self._components.end_window
         return end_window.flush()

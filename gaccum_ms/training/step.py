@@ -75,10 +75,10 @@ from gaccum_ms.training.admission import admit
 from gaccum_ms.training.advice import Advice
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import Counts
+from gaccum_ms.training.components import Components
 from gaccum_ms.training.found_size import FoundSize
 from gaccum_ms.training.lifecycle import Lifecycle
 from gaccum_ms.training.one_graph import CompilerGraph, OneGraph, even_micro_batches
-from gaccum_ms.training.parts import Parts
 from gaccum_ms.training.python_split import PythonSplit
 from gaccum_ms.training.runner import Runner
 from gaccum_ms.training.two_graphs import TwoGraphs
@@ -197,7 +197,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             # Weak: in a circle the step would live on until Python collects garbage, and MindSpore compiles the graphs
             # of all other Cells anew when a Cell goes.
             run_graph = weakref.WeakMethod(self._run_graph)
-            self._choose_runner = lambda parts: runner_of(parts, cell, network, run_graph)
+            self._choose_runner = lambda components: runner_of(components, cell, network, run_graph)
             self._assemble()
         cell.has_step = inner.has_step = True
 
@@ -239,7 +239,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         return window_of(self._setup, self.weights, self.grad_reducer, position)
 
     def _assemble(self) -> None:
-        """Connect the parts, of which the window may be new."""
+        """Connect the components, of which the window may be new."""
         open_window = self._open_window()
         end_window: Any = None
         if open_window is not None and self._unrolled:
@@ -250,14 +250,14 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         expose_records(self, self.window, open_window, self.update, *self.update.links)
         counters = self.batch_count, self.window_position
         own = self.options, self.network, self.weights, self.window, self.update, end_window
-        parts = Parts(*own, *counters, self.advice.check_inputs)
-        self._counts = Counts(parts) if parts.options.counts_items else None
+        components = Components(*own, *counters, self.advice.check_inputs)
+        self._counts = Counts(components) if components.options.counts_items else None
         loss_scale = {} if self.update.manager is None else {"loss_scaling_manager": self.update.manager}
         children = {"network": self.network, "optimizer": self.optimizer, **loss_scale}
         named = with_places_of_mindspore(self._named_weights, children)
         lasting = self.run_record, self.update, open_window, self.window_position
         self._lifecycle = Lifecycle(*lasting, self._jit, named)
-        self._runner: Runner = self._choose_runner(parts)
+        self._runner: Runner = self._choose_runner(components)
         if self._unrolled:
             self.set_train()  # the compiler's passes need it
         else:
@@ -481,16 +481,16 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
 # -- not compiled ------------------------------------------------------------------------------------------------------
 
 
-def runner_of(parts: Parts, cell: GradAccumulationCell, network: nn.Cell, run_graph: Any) -> Runner:
+def runner_of(components: Components, cell: GradAccumulationCell, network: nn.Cell, run_graph: Any) -> Runner:
     """How Python calls the step. `network` : the cell, or an AutoParallel around it."""
-    if isinstance(parts.window, UnrolledWindow):
-        return CompilerGraph(network, parts, run_graph)
+    if isinstance(components.window, UnrolledWindow):
+        return CompilerGraph(network, components, run_graph)
     if cell.finds_size:
-        return FoundSize(parts, cell, TwoGraphs(parts), step_on_trial)
+        return FoundSize(components, cell, TwoGraphs(components), step_on_trial)
     if not cell.splits_in_python:
-        return OneGraph(parts, run_graph)
-    split = PythonSplit(parts)
-    return FoundSize(parts, cell, split, step_on_trial) if cell.finds_tokens else split
+        return OneGraph(components, run_graph)
+    split = PythonSplit(components)
+    return FoundSize(components, cell, split, step_on_trial) if cell.finds_tokens else split
 
 
 def step_on_trial(cell: GradAccumulationCell, optimizer: Any, size: int) -> TrainOneStepWithGradAccumulationCell:

@@ -11,8 +11,8 @@ import mindspore as ms
 
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import OfWindow
+from gaccum_ms.training.components import Components
 from gaccum_ms.training.one_graph import even_batch
-from gaccum_ms.training.parts import Parts
 from gaccum_ms.training.runner import Batch, Runner
 
 
@@ -45,29 +45,29 @@ class TwoGraphs(Runner):
     size_is = "micro_batch_size"
     least = 1
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._jit = bool(parts.options.jit)
-        self._end = EndBatch(parts.window, parts.update, self._jit)
+    def __init__(self, components: Components) -> None:
+        self._components = components
+        self._jit = bool(components.options.jit)
+        self._end = EndBatch(components.window, components.update, self._jit)
 
     @property
     def size(self) -> int | None:
         """Samples in a micro-batch."""
-        return self._parts.window.micro_batch_size
+        return self._components.window.micro_batch_size
 
     def size_for(self, batch: Batch) -> int:
         """The size that a batch is cut into."""
-        return min(self._parts.window.micro_batch_size, batch.inputs[0].shape[self._parts.options.first_axis])
+        return min(self._components.window.micro_batch_size, batch.inputs[0].shape[self._components.options.first_axis])
 
     def cut_into(self, size: int) -> None:
         """Train with this size from now on. Each size has its own Cell: the graphs of the old Cell, and their memory,
         are freed with it."""
-        self._parts.window.cut_into(size)
-        self._add = AddBatch(self._parts.window, self._parts.update, self._jit)
+        self._components.window.cut_into(size)
+        self._add = AddBatch(self._components.window, self._components.update, self._jit)
         gc.collect()
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
-        return even_batch(self._parts, inputs)
+        return even_batch(self._components, inputs)
 
     def run(self, batch: Batch) -> Any:
         return self.end(self.add(batch))
@@ -78,13 +78,13 @@ class TwoGraphs(Runner):
 
     def end(self, added: tuple[Any, ...]) -> Any:
         """Finish a batch; if its window ends, update on all ranks. Returns what the step returns."""
-        parts = self._parts
-        if parts.end_window is None:
+        components = self._components
+        if components.end_window is None:
             sums, unit, *outputs, scale = added
             loss, overflow = self._end.run_alone(sums, unit, scale)
         else:
             loss, *outputs, scale = added
-            is_full = parts.window.open.is_full
-            overflow = parts.end_window.run_alone(loss) if is_full else ms.Tensor(False, ms.bool_)
-        parts.count_batch()
-        return parts.update.returned(loss, overflow, scale, outputs)
+            is_full = components.window.open.is_full
+            overflow = components.end_window.run_alone(loss) if is_full else ms.Tensor(False, ms.bool_)
+        components.count_batch()
+        return components.update.returned(loss, overflow, scale, outputs)

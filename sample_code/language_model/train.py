@@ -96,7 +96,7 @@ def draw(losses, plan, path):
     left.plot(range(1, len(losses) + 1), losses)
     left.set(xlabel="updates", ylabel="loss by token")
     start = 0
-    for width, rows in plan.parts:
+    for width, rows in plan.micro_batches:
         places = range(start, start + len(rows))
         right.bar(places, [width] * len(rows), width=1, color="lightgray")
         right.bar(places, [plan.lengths[row] if row >= 0 else 0 for row in rows], width=1, color="tab:blue")

@@ -58,7 +58,7 @@ def compile_case(name, make, settings, graphs, folder):
         compile_graph(step, inputs, graphs, folder)
         return
     with unreduced():
-        compile_graph(step._runner._parts.end_window, inputs, graphs, folder / "adding")
+        compile_graph(step._runner._components.end_window, inputs, graphs, folder / "adding")
     np.savez(folder / "adding" / "parameters.npz", **values)
     vars(step)["called_by_python"] = True
     compile_graph(step, inputs, graphs, folder)

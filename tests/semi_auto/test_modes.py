@@ -241,7 +241,7 @@ class Lazy(nn.Cell):
 
 
 def network_of(network):
-    return step_of(network, micro_size=2).window.parts.network
+    return step_of(network, micro_size=2).window.measure.network
 
 
 def test_networks_that_cast_weights_are_compiled_once():
@@ -257,7 +257,7 @@ def test_a_model_with_a_loss_function_is_built_and_evaluates_the_network(level):
         optimizer, cell = nn.SGD(network.trainable_params(), 0.1), around(GradAccumulationCell(network, 2))
         model = ms.Model(cell, nn.CrossEntropyLoss(), optimizer, metrics={"accuracy"}, amp_level=level)
         if around is not AutoParallel:
-            assert isinstance(model.train_network.window.parts.network, CompiledOnce) == (level != "O0")
+            assert isinstance(model.train_network.window.measure.network, CompiledOnce) == (level != "O0")
         assert model.eval_network._network is model.predict_network is network
 
 
@@ -269,13 +269,13 @@ def test_casts_outside_of_a_lazy_cell_are_refused():
 
 def test_how_inputs_lie_on_the_devices():
     ms.set_auto_parallel_context(device_num=8)
-    assert auto_parallel.parts_of_inputs() == (8,)
+    assert auto_parallel.shards_of_inputs() == (8,)
     ms.set_auto_parallel_context(dataset_strategy=((4, 2), (8,)))
-    assert auto_parallel.parts_of_inputs() == (4, 8)
+    assert auto_parallel.shards_of_inputs() == (4, 8)
     ms.set_auto_parallel_context(dataset_strategy="full_batch")
-    assert auto_parallel.parts_of_inputs() == (1,)
+    assert auto_parallel.shards_of_inputs() == (1,)
     ms.set_auto_parallel_context(dataset_strategy="data_parallel")
-    assert auto_parallel.parts_of_inputs() == (8,)
+    assert auto_parallel.shards_of_inputs() == (8,)
     layout = ms.Layout((4, 2), ("samples", "features"))
     ms.set_auto_parallel_context(dataset_strategy=(layout("samples", "features"), layout("samples", "None")))
-    assert auto_parallel.parts_of_inputs() == (1,)
+    assert auto_parallel.shards_of_inputs() == (1,)

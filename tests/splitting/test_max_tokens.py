@@ -168,7 +168,7 @@ def test_masks_weights_and_what_has_no_tokens_are_cut_as_the_tokens_are():
     inputs = (tokens, labels, mask, weight, features)
     split = MaxTokens(60, lambda tokens, *_: (tokens != 0).sum(1), [6, LENGTH], axes={2: (1, 2)})
     parts = split(*map(Tensor, inputs))
-    for (width, rows), part in zip(split.plan.parts, parts, strict=True):
+    for (width, rows), part in zip(split.plan.micro_batches, parts, strict=True):
         arrays = [one.asnumpy() for one in part]
         shapes = [(rows.size, width), (rows.size, width), (rows.size, width, width), (rows.size,)]
         assert [one.shape for one in arrays] == [*shapes, (rows.size, width, 4)]
@@ -181,7 +181,7 @@ def test_masks_weights_and_what_has_no_tokens_are_cut_as_the_tokens_are():
                     np.testing.assert_array_equal(one[place], whole[sample])
                 elif filler is not None:
                     assert (one[place] == filler).all()
-    assert (np.concatenate([rows for _, rows in split.plan.parts]) < 0).any(), "some rows are filled up"
+    assert (np.concatenate([rows for _, rows in split.plan.micro_batches]) < 0).any(), "some rows are filled up"
 
 
 def test_audit_finds_a_network_that_reads_its_padding(pynative):
@@ -202,7 +202,7 @@ def test_audit_finds_a_network_that_reads_its_padding(pynative):
 def test_empty_samples_have_a_row():
     split = max_tokens(length=lambda tokens, labels: np.maximum((tokens != 0).sum(1) - 1, 0))
     split(*map(Tensor, DATA[0]))
-    rows = np.concatenate([rows for _, rows in split.plan.parts])
+    rows = np.concatenate([rows for _, rows in split.plan.micro_batches])
     assert sorted(rows[rows >= 0]) == list(range(20))
     split = max_tokens(length=lambda tokens, labels: [0] * 19 + [24], widths=2)
     split(*map(Tensor, DATA[0]))
@@ -261,9 +261,9 @@ def test_a_first_batch_without_padding_is_no_evidence_of_what_padding_is(pynativ
         plans.append(step.split.plan)
     np.testing.assert_allclose(losses, run(known, data), rtol=1e-5)
     assert_alike(step, known)
-    assert [(rows >= 0).all() for _, rows in plans[0].parts] == [True] * 3
-    assert (plans[2].parts[-1][1] < 0).any()
-    assert plans[0].parts[-1][1].size == 1
+    assert [(rows >= 0).all() for _, rows in plans[0].micro_batches] == [True] * 3
+    assert (plans[2].micro_batches[-1][1] < 0).any()
+    assert plans[0].micro_batches[-1][1].size == 1
 
 
 def test_a_batch_without_padding_that_must_be_widened_asks_for_padding(pynative):

@@ -37,16 +37,16 @@ def test_every_sample_is_in_one_row_that_holds_it(seed):
     lengths = random.integers(1, 33, size=random.integers(1, 60))
     widths = best_widths(lengths, int(random.integers(1, 6)), largest=40)
     plan = plan_tokens(lengths, 40, widths, max_tokens=int(random.integers(40, 200)))
-    rows = np.concatenate([rows for _, rows in plan.parts])
+    rows = np.concatenate([rows for _, rows in plan.micro_batches])
     assert sorted(rows[rows != NOBODY]) == list(range(lengths.size))
     np.testing.assert_array_equal(rows[plan.order], np.arange(lengths.size))
-    for width, here in plan.parts:
+    for width, here in plan.micro_batches:
         assert width in widths
         assert here.size == plan.max_tokens // width
         assert (lengths[here[here != NOBODY]] <= width).all()
-    partly = [here for _, here in plan.parts if (here == NOBODY).any()]
+    partly = [here for _, here in plan.micro_batches if (here == NOBODY).any()]
     assert len(partly) <= 1, "only the last micro-batch of all is filled up"
-    tokens = sum(width * here.size for width, here in plan.parts)
+    tokens = sum(width * here.size for width, here in plan.micro_batches)
     assert plan.padding == pytest.approx(1 - lengths.sum() / tokens)
     assert sum(samples for *_, samples, _ in plan.table()) == lengths.size
 

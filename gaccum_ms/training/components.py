@@ -1,4 +1,4 @@
-"""The parts of a training step, as its runners get them."""
+"""The components of a training step, as its runners get them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """What a training step is made of. If `window` spans batches, `end_window` updates at its end."""
 
     options: Options
