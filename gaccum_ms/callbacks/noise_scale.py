@@ -111,7 +111,7 @@ class GradNoiseScale(NoiseCallback):
         >>> data_set = ms.dataset.NumpySlicesDataset((x, y), shuffle=False).batch(16)
         >>> noise = GradNoiseScale(smoothing=0.999)
         >>> ms.Model(cell, optimizer=optimizer).train(1, data_set, callbacks=[noise])
-        batch 16 is 15 times above the critical size 1: a smaller one learns nearly as much from each update
+        batch 16 is 16 times above the critical size 1: a smaller one learns nearly as much from each update
         >>> print(0.9 < noise.noise_scale < 1.1)
         True
     """

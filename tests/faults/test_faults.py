@@ -7,6 +7,7 @@ from _pytest.mark import KeywordMatcher
 from _pytest.mark.expression import Expression
 
 from tests.mutations import FAULTS, PACKAGE
+from tests.support.spread import TESTS, weekly_tests
 
 
 def test_the_right_code_of_each_fault_is_in_its_file_once():
@@ -14,8 +15,8 @@ def test_the_right_code_of_each_fault_is_in_its_file_once():
     assert {what: number for what, number in numbers.items() if number != 1} == {}
 
 
-def test_each_fault_names_a_test_that_runs_at_each_commit(request):
-    """The tests are those that pytest has collected."""
+def test_each_fault_names_a_test_and_nearly_all_a_test_that_runs_at_each_commit(request):
+    """The tests are those that pytest has collected, and the weekly ones."""
     options = request.config.option
     if request.config.args != ["tests"] or options.keyword or options.markexpr != "not weekly":
         pytest.skip("only `bash run.sh test` collects all tests")
@@ -29,5 +30,7 @@ def test_each_fault_names_a_test_that_runs_at_each_commit(request):
             and (expression is None or expression.evaluate(KeywordMatcher.from_item(item)))
             for item in request.session.items
         ):
-            unknown.append((fault.what, fault.tests))
-    assert unknown == []
+            unknown.append(fault)
+    weekly = weekly_tests(TESTS / "weekly.txt")
+    assert all(any(name.startswith(fault.tests.split()[0]) for name in weekly) for fault in unknown), unknown
+    assert len(unknown) <= 0.03 * len(FAULTS), unknown

@@ -4,8 +4,8 @@ Tests that share a fixture of their module, which may start ranks or train, are 
 fixture once. All other tests of a file are another group. ``@pytest.mark.xdist_group(name)`` makes smaller or larger
 groups.
 
-``tests/weekly.txt`` names the tests that only ``bash run.sh test weekly`` runs, with a reason for each. They get the
-mark `weekly` .
+``tests/weekly.txt`` names the tests that only ``bash run.sh test weekly`` runs, with a reason for each; a name without
+parameters is that of all of them. They get the mark `weekly` .
 
 A run writes two tables into ``build/``: ``each_test.tsv`` has the seconds of each test, and ``groups.tsv`` those of
 each group. ``tests/groups.tsv`` is a copy of the second, and defines the order; a group that is missing there comes
@@ -65,7 +65,8 @@ class Spread:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         for item in items:
-            if item.nodeid.partition("[")[0].removeprefix("tests/") in self.weekly:
+            name = item.nodeid.removeprefix("tests/")
+            if name in self.weekly or name.partition("[")[0] in self.weekly:
                 item.add_marker("weekly")
         if not config.getoption("loadgroup", False):
             return
