@@ -108,7 +108,7 @@ SHARED = "-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder 
 @pytest.mark.parametrize(
     ("words", "call"),
     [
-        ("test all -x", f"{SHARED} -m not weekly -x"),
+        ("test", f"{SHARED} -m not weekly"),
         ("test weekly -x", "-m pytest -m weekly -x"),
         ("test -k launch", "-m pytest -k launch"),
         ("test parallel -x", "-m pytest tests/semi_auto -x"),
