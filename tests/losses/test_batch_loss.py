@@ -157,11 +157,11 @@ def test_layers_that_a_second_pass_upsets_draw_a_warning(pynative):
     with pytest.warns(UserWarning, match="statistics are updated twice per micro-batch"):
         step_of(WithLayer(nn.BatchNorm1d(12)), Spread(), micro_size=3)(x)
     with pytest.warns(UserWarning, match=r"1 Dropout layer\(s\) \(layer\) that draw other masks when"):
-        step_of(WithLayer(nn.Dropout(p=0.5)), Spread(), micro_size=3)
+        step_of(WithLayer(nn.Dropout(p=0.5)), Spread(), micro_size=3)(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step_of(WithLayer(nn.Dropout(p=0.5)), Spread(), micro_size=1)
-        step_of(WithLayer(nn.Dropout(p=0.0)), Spread(), micro_size=3)
+        step_of(WithLayer(nn.Dropout(p=0.5)), Spread(), micro_size=1)(x)
+        step_of(WithLayer(nn.Dropout(p=0.0)), Spread(), micro_size=3)(x)
 
 
 def test_window_batch_norm_counts_once(pynative):
