@@ -236,7 +236,7 @@ def test_ci_fails_if_a_command_fails_and_goes_on_without_ray(tmp_path):
 
     code, said = run("nothing")
     assert code == 0
-    assert {"lint", f"with ray: {has_ray}", "with ray: test", "test mutations --sample 10 --minutes 75"} <= set(said)
+    assert {"lint", f"with ray: {has_ray}", "with ray: test", "test mutations --sample 10 --minutes 70"} <= set(said)
     files = [file for line in said for file in re.findall(r"tests/\S+", line)]
     assert files and all((ROOT / file).exists() for file in files)
     for line in said:
