@@ -30,9 +30,9 @@ X = np.array([1, 2, 4], np.float32)
 Y = np.array([0, 1, 1], np.float32)
 
 
-def fit(columns=(X, Y), batch=2, epochs=2, callbacks=(), monitor=None, **options):
+def fit(columns=(X, Y), batch=2, epochs=2, line=Line, callbacks=(), monitor=None, **options):
     """Train one weight, from 1, at rate 0.1. Returns the records and the step."""
-    step, monitor = make_step(Line(1.0), **options), monitor or WindowMonitor()
+    step, monitor = make_step(line(1.0), **options), monitor or WindowMonitor()
     data = NumpySlicesDataset(tuple(columns), shuffle=False).batch(batch)
     ms.Model(step).train(epochs, data, callbacks=[*callbacks, monitor])
     return monitor.records, step
