@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import gaccum_ms
-from tests.mutations import FAULTS
 from tests.support.spread import weekly_tests
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'test'")
@@ -59,12 +58,6 @@ def test_the_weekly_tests_are_few_and_exist():
     for name in weekly_tests(ROOT / "tests" / "weekly.txt"):
         file, function = name.partition("[")[0].split("::")
         assert f"\ndef {function}(" in read(f"tests/{file}"), name
-
-
-def test_each_fault_of_mutations_has_its_place():
-    """Otherwise the code has changed, and the fault is not tried any more."""
-    found = {one.what: (ROOT / "gaccum_ms" / one.file).read_text().count(one.right) for one in FAULTS}
-    assert [what for what, places in found.items() if places != 1] == []
 
 
 def test_whatever_the_package_prints_is_ascii():
