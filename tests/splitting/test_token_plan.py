@@ -56,9 +56,9 @@ def test_a_width_is_left_out_where_it_costs_more_than_it_saves():
     assert {width for width, _ in plan_tokens(few_short, 8, (2, 8), 32).micro_batches} == {8}, (
         "there is a row for it anyway"
     )
-    assert [part[0] for part in plan_tokens(np.array([8, 2]), 8, (2, 8), 32).parts] == [8]
+    assert [part[0] for part in plan_tokens(np.array([8, 2]), 8, (2, 8), 32).micro_batches] == [8]
     many_short = np.array([8] * 4 + [2] * 16)
-    assert [part[0] for part in plan_tokens(many_short, 8, (2, 8), 32).parts] == [8, 2]
+    assert [part[0] for part in plan_tokens(many_short, 8, (2, 8), 32).micro_batches] == [8, 2]
 
 
 def test_what_is_printed(tmp_path):
