@@ -21,9 +21,8 @@ from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.accumulators import Accumulators
-from gaccum_ms.options.checked import checked
-from gaccum_ms.options.options import Options, each_option
-from gaccum_ms.options.rules import CELL, LOSS, Setup
+from gaccum_ms.options.options import Options, check_each, completed, each_option
+from gaccum_ms.options.rules import CELL, GIVEN, LOSS, Setup
 from gaccum_ms.splitting.auto_size import AutoSize
 from gaccum_ms.splitting.even_split import EvenSplit
 
@@ -239,7 +238,10 @@ class GradAccumulationCell(nn.Cell):
     def check_options(self, is_whole: bool = False) -> None:
         """Check all options together: some may have been assigned since the cell was made. The loss's own `reduction`
         is taken if none is given; `is_whole` : if no loss is to come, else a mean."""
-        options = checked(dataclasses.replace(self.options, reduction=self._given_reduction))
+        options = dataclasses.replace(self.options, reduction=self._given_reduction)
+        check_each(_NAME, options)
+        compatibility.check(GIVEN, _NAME, Setup(options, self.network))
+        options = completed(options)
         setup = Setup(options, self.original_network)
         compatibility.check(LOSS, _NAME, setup)
         options = dataclasses.replace(options, reduction=setup.known_reduction or ("mean" if is_whole else None))
@@ -248,7 +250,7 @@ class GradAccumulationCell(nn.Cell):
 
     def extend_repr(self) -> str:
         """The options that are not as by default, and the reduction, in ``print(cell)`` ."""
-        plain = {**vars(checked(Options(micro_size=1))), "micro_size": None, "reduction": ""}
+        plain = {**vars(completed(Options())), "micro_size": None, "reduction": ""}
         options = vars(self.options).items()
         return ", ".join(f"{name}={value!r}" for name, value in options if value != plain[name])
 

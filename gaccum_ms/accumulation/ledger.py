@@ -156,7 +156,7 @@ class DividedAfterwards(Ledger):
         """The unit: the loss scale over the total that this rank expects. Gradients and accumulators are then as small
         as the whole batch's, and overflow no earlier in low precision."""
         if not self.spans_batches:
-            return scale / ops.select(items > 0, items, ops.ones_like(items))
+            return scale / counts.divisor_of(items, None)[0]
         return self.open.begin_batch(scale, self.expected(items))
 
     def expected(self, items):

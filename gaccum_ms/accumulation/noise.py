@@ -34,9 +34,8 @@ class NoiseRecord(nn.Cell):
             factor = 1.0 if self.means else float(self.ranks)
         self.factor = factor
         self.estimate = NoiseEstimate()  # of the windows that WindowRecorder has seen
-        self.window_squares = state_parameter(
-            "window_squares", (SUMS,)
-        )  # of this rank's open window, without loss scale
+        # Of this rank's open window, without loss scale.
+        self.window_squares = state_parameter("window_squares", (SUMS,))
         self.noise_sums = state_parameter("noise_sums", (ALL_SUMS,))  # the last window's, of all ranks
 
     # -- compiled ------------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from mindspore import nn, ops
 from mindspore.amp import DynamicLossScaler, LossScaler, StaticLossScaler
 
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.checks.arguments import check_positive_int, described
-from gaccum_ms.options.checks import check_transforms
+from gaccum_ms.checks.arguments import check_positive_int, check_transforms, described
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.transform import Transform
 

@@ -18,10 +18,9 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.adopt.common import build, clip_norm_of, refuse, scale_of
-from gaccum_ms.checks.arguments import check_positive_int, first_of
+from gaccum_ms.checks.arguments import check_positive_int, check_transforms, first_of
 from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.distributed.stages import stages
-from gaccum_ms.options.checks import check_transforms
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
 from gaccum_ms.transforms.skip_spikes import SkipSpikes

@@ -108,13 +108,10 @@ def measured(
     def loss_on(micro_batch: Sequence[ms.Tensor]) -> float:
         return float(loss_of(micro_batch)[0])
 
-    broadcast = (
-        None
-        if error is not None
-        else broadcast_input(inner.options, inner.network, batch, micro_batches, loss_on, tolerance)
-    )
-    if broadcast is not None:
-        return dataclasses.replace(evidence, broadcast=broadcast)
+    if error is None:
+        broadcast = broadcast_input(inner.options, inner.network, batch, micro_batches, loss_on, tolerance)
+        if broadcast is not None:
+            return dataclasses.replace(evidence, broadcast=broadcast)
     remedy = find_remedy(evidence, inner, batch, micro_batches, loss_on, train)
     if error is not None and remedy is None:
         raise error

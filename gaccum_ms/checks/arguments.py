@@ -1,11 +1,11 @@
-"""Checks of options that several classes share. Each raises one clear error, which names the class."""
+"""What an argument may be, each by itself. Each check raises one clear error, which names the class."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -65,6 +65,55 @@ def check_positive(owner: str, name: str, value: Any) -> None:
 def check_bool(owner: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"For '{owner}', the argument '{name}' must be a bool, but got {value!r}.")
+
+
+def optional(check: Callable[[str, str, Any], None]) -> Callable[[str, str, Any], None]:
+    """The check, but for None."""
+
+    def check_unless_none(owner: str, name: str, value: Any) -> None:
+        if value is not None:
+            check(owner, name, value)
+
+    return check_unless_none
+
+
+def one_of(*values: str) -> Callable[[str, str, Any], None]:
+    """The check that a value is one of these."""
+
+    def check(owner: str, name: str, value: Any) -> None:
+        check_one_of(owner, name, value, values)
+
+    return check
+
+
+def check_transforms(owner: str, name: str, value: Any) -> None:
+    """Classes are refused, though they are callable."""
+    is_sequence = isinstance(value, (tuple, list))
+    if not is_sequence or not all(callable(link) and not isinstance(link, type) for link in value):
+        raise TypeError(
+            f"For '{owner}', the argument '{name}' must be a tuple of Transforms, such as WeightAverage(0.999), and "
+            f"functions of the gradients, but got {described(value)}."
+        )
+
+
+def check_count(owner: str, name: str, value: Any) -> None:
+    for count in value if isinstance(value, (tuple, list)) else (value,):
+        if count is not None and not callable(count):
+            raise TypeError(
+                f"For '{owner}', the argument '{name}' must be a function or Cell that maps the network's inputs to a "
+                f"number of items, or one for each loss, but got {count!r}."
+            )
+
+
+def check_loss_weights(owner: str, name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, (tuple, list)) or any(
+        isinstance(weight, bool) or not isinstance(weight, (int, float)) for weight in value
+    ):
+        raise TypeError(f"For '{owner}', the argument '{name}' must be a sequence of floats, but got {value!r}.")
+    if not value or not all(math.isfinite(weight) for weight in value):
+        raise ValueError(f"For '{owner}', the argument '{name}' must be finite, one for each loss, but got {value!r}.")
 
 
 def check_is_optimizer(owner: str, optimizer: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import mindspore as ms
 
-from gaccum_ms.checks.arguments import check_bool, check_one_of
+from gaccum_ms.checks.arguments import check_bool, check_one_of, described
 
 _NAME = "Accumulators"
 
@@ -49,3 +49,10 @@ class Accumulators:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulators:
         return self  # a copy of MindSpore's dtype is another dtype
+
+
+def check_accumulators(owner: str, name: str, value: Any) -> None:
+    if not isinstance(value, Accumulators):
+        raise TypeError(
+            f"For '{owner}', the argument '{name}' must be gaccum_ms.Accumulators(...), but got {described(value)}."
+        )

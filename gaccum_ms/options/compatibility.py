@@ -8,6 +8,7 @@ from mindspore import nn
 
 from gaccum_ms.distributed.stages import stages
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
+from gaccum_ms.options.options import Options
 from gaccum_ms.options.rules import (
     AUDIT,
     AUTO,
@@ -16,6 +17,7 @@ from gaccum_ms.options.rules import (
     CELL,
     DROPS,
     FUNCTION,
+    GIVEN,
     IN_LOOPS,
     IN_ONE_GRAPH,
     LOSS,
@@ -32,6 +34,16 @@ from gaccum_ms.options.rules import (
     only_in_semi_auto,
     only_of_batch_loss,
 )
+
+
+def _sizes(options: Options) -> int:
+    """How many of the two sizes of micro-batches are given."""
+    return (options.micro_size is not None) + (options.micro_batch_size is not None)
+
+
+def _only_spans_batches(options: Options) -> bool:
+    """Whether each batch is one micro-batch of a window."""
+    return _sizes(options) == 0 and options.accumulation_steps is not None
 
 
 def _pools_statistics(network: nn.Cell) -> bool:
@@ -133,7 +145,28 @@ RULES = (
         RuntimeError,
         instead="`mindspore.runtime.max_memory_allocated()` after a step",
     ),
-    # -- micro_batch_size --
+    # -- micro_size, micro_batch_size --
+    Rule(
+        GIVEN,
+        "`micro_size`, `micro_batch_size`",
+        FUNCTION,
+        lambda s: s.options.splits_in_python and _sizes(s.options) > 0,
+        "with a function as 'split', which makes the micro-batches, neither 'micro_size' nor 'micro_batch_size' must "
+        "be given, but got micro_size={options.micro_size} and micro_batch_size={options.micro_batch_size}. Leave both "
+        "out, or the function.",
+        instead="one of the three",
+    ),
+    Rule(
+        GIVEN,
+        "`micro_size`",
+        "`micro_batch_size`; neither, without `accumulation_steps`",
+        lambda s: not s.options.splits_in_python and _sizes(s.options) != 1 and not _only_spans_batches(s.options),
+        "exactly one of 'micro_size' (number of micro-batches) and 'micro_batch_size' (samples in one) must be given, "
+        "or neither with 'accumulation_steps' (batches that share an update), but got "
+        "micro_size={options.micro_size}, micro_batch_size={options.micro_batch_size} and "
+        "accumulation_steps={options.accumulation_steps}.",
+        instead="one of the two",
+    ),
     _only_compiled(AUTO, "finds_size", "micro_batch_size='auto'", "samples"),
     Rule(
         CELL,
@@ -277,6 +310,15 @@ RULES = (
         instead="give `count` or a ratio, or leave it out",
     ),
     # -- loss_weights --
+    Rule(
+        GIVEN,
+        "`loss_weights`",
+        "a `count` with more or fewer entries",
+        lambda s: bool(s.options.count and s.options.loss_weights) and len(s.options.counts) != s.options.losses,
+        "'count' and 'loss_weights' must have one entry for each loss, but got count={options.count} and "
+        "loss_weights={options.loss_weights}.",
+        instead="one entry for each loss",
+    ),
     Rule(
         CELL,
         "`WindowBatchNorm`",

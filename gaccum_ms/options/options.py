@@ -13,21 +13,17 @@ import numpy as np
 
 from gaccum_ms.checks.arguments import (
     check_bool,
+    check_count,
+    check_loss_weights,
     check_positive,
     check_positive_finite,
     check_positive_int,
-)
-from gaccum_ms.options.accumulators import Accumulators
-from gaccum_ms.options.checks import (
-    check_accumulators,
-    check_count,
-    check_loss_weights,
-    check_micro_batch_size,
     check_transforms,
     one_of,
     optional,
 )
-from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of
+from gaccum_ms.options.accumulators import Accumulators, check_accumulators
+from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of, check_micro_batch_size
 from gaccum_ms.splitting.even_split import EvenSplit
 from gaccum_ms.splitting.splitter import check_split, splitter_of
 from gaccum_ms.transforms.chain import clips_before_spikes, name_of, sees_parts
@@ -196,3 +192,23 @@ def check_each(owner: str, options: Options) -> None:
     """Check each option by itself; `owner` is the class in errors."""
     for name, known in each_option(type(options)).items():
         known.check(owner, name, getattr(options, name))
+
+
+def completed(options: Options) -> Options:
+    """The options of a cell, with what follows from those that were given."""
+    size_is_open = options.micro_batch_size is None and not options.splits_in_python
+    return dataclasses.replace(
+        options,
+        micro_size=1 if options.micro_size is None and size_is_open else options.micro_size,
+        accumulation_steps=options.accumulation_steps or 1,
+        transforms=tuple(options.transforms),
+        loss_weights=_weights_of_losses(options),
+    )
+
+
+def _weights_of_losses(options: Options) -> tuple[float, ...]:
+    """One weight for each loss of the network."""
+    if options.loss_weights is not None:
+        return tuple(float(weight) for weight in options.loss_weights)
+    count: Any = options.count
+    return (1.0,) * (len(count) if isinstance(count, (tuple, list)) else 1)

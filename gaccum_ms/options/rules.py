@@ -15,6 +15,7 @@ from gaccum_ms.losses.stated_reduction import StatedReduction, stated_reduction
 from gaccum_ms.options.options import Options
 
 # The places at which something is refused, in the docs' words.
+GIVEN = "the options as they are given"
 LOSS = "a known loss"
 CELL = "the cell"
 SEMI_AUTO = "semi-auto and auto parallel mode"

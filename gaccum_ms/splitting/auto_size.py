@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from gaccum_ms.backend.out_of_memory import check_test
 from gaccum_ms.checks.arguments import check_positive_int
@@ -49,3 +50,8 @@ class AutoSize:
 def auto_size_of(size: object) -> object:
     """AutoSize() for ``"auto"`` ; everything else as it is."""
     return AutoSize() if isinstance(size, str) and size == "auto" else size
+
+
+def check_micro_batch_size(owner: str, name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, AutoSize):
+        check_positive_int(owner, name, value)

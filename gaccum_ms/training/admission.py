@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,13 +13,14 @@ from gaccum_ms.backend import graphs
 from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.checks.arguments import check_is_optimizer, check_optimizer
+from gaccum_ms.checks.arguments import check_bool, check_is_optimizer, check_one_of, check_optimizer
 from gaccum_ms.cpu.convolutions import limit_instructions_for, limit_instructions_for_weights
 from gaccum_ms.distributed.ranks import check_parallel_mode, refuse_hooked_weights
 from gaccum_ms.distributed.stages import stages
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.layers.sparse import refuse_sparse_gradients
 from gaccum_ms.options import compatibility
+from gaccum_ms.options.options import Options, check_each
 from gaccum_ms.options.rules import IN_LOOPS, PIPELINE, SEMI_AUTO, Setup
 from gaccum_ms.semi_auto import modes
 from gaccum_ms.semi_auto.pipeline import check_pipeline
@@ -43,6 +45,17 @@ def admit(owner: str, cell: GradAccumulationCell, optimizer: nn.Optimizer) -> Se
         refuse_sync_batch_norm("GradAccumulationCell", cell)
     limit_instructions_for(cell.network)
     return setup
+
+
+def accumulator_options(**values: Any) -> Options:
+    """The checked options of a `GradAccumulator` ."""
+    owner = "GradAccumulator"
+    if values["reduction"] is not None:
+        check_one_of(owner, "reduction", values["reduction"], ("mean", "sum"))
+    check_bool(owner, "jit", values["jit"])
+    options = Options(loss_weights=(1.0,), **values)
+    check_each(owner, options)
+    return dataclasses.replace(options, transforms=tuple(options.transforms))
 
 
 def admit_weights(owner: str, optimizer: Any) -> ms.ParameterTuple:

@@ -27,10 +27,9 @@ from gaccum_ms.checks.batches import NEEDS_COUNT, check_gradients, check_rule, c
 from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.losses import counts
 from gaccum_ms.options.accumulators import Accumulators
-from gaccum_ms.options.checked import accumulator_options
 from gaccum_ms.record.run_record import RULES, RunRecord
 from gaccum_ms.record.window_record import WindowRecord
-from gaccum_ms.training.admission import Scaling, admit_weights, can_compile, refuse_graphs
+from gaccum_ms.training.admission import Scaling, accumulator_options, admit_weights, can_compile, refuse_graphs
 from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, proof_of_loop, warning_of_ranks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount

@@ -10,6 +10,7 @@ from mindspore import nn
 
 from gaccum_ms.backend.parameters import hold_weights, of_this_rank, own
 from gaccum_ms.distributed.ranks import compiler_distributes
+from gaccum_ms.distributed.stages import owned_weights
 
 
 class _KeepsArguments:
@@ -99,6 +100,8 @@ class Transform(_KeepsArguments, nn.Cell):
         """Called when a step with this link is built."""
         self.in_step = True
         hold_weights(self, weights)
+        owned = owned_weights(network, weights)
+        self._of_other_stages = {id(weight) for weight, is_owned in zip(weights, owned, strict=True) if not is_owned}
         self.prepare(network)
 
     def state(self, name: str, value: np.ndarray) -> ms.Parameter:
@@ -115,7 +118,7 @@ class Transform(_KeepsArguments, nn.Cell):
 
     def state_like(self, name: str, weight: ms.Parameter, value: float = 0.0) -> ms.Parameter:
         """State with a number for each element of a weight. In semi-auto and auto parallel mode it lies on the devices
-        as the weight does; in a pipeline that was not tried.
+        as the weight does. A pipeline compiles no state of another stage's weight, so there it is refused.
 
         Args:
             name (str): Its name, which no other link may have.
@@ -124,7 +127,16 @@ class Transform(_KeepsArguments, nn.Cell):
 
         Returns:
             Parameter, float32, not trained.
+
+        Raises:
+            ValueError: If the weight is another stage's, in a pipeline.
         """
+        if id(weight) in self._of_other_stages:
+            raise ValueError(
+                f"For '{type(self).__name__}', in a pipeline 'state_like' must be called for weights of this device's "
+                f"stage, but got '{weight.name}', another stage's. Leave the transform out in a pipeline, or keep what "
+                f"does not grow with the weights, with 'state'."
+            )
         if not compiler_distributes():
             return self.state(name, np.full(weight.shape, value, np.float32))
         state = weight.clone(init=value)

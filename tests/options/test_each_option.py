@@ -31,6 +31,7 @@ from gaccum_ms.options.options import Options
 from gaccum_ms.options.rules import (
     AUDIT,
     CELL,
+    GIVEN,
     IN_LOOPS,
     IN_ONE_GRAPH,
     LOSS,
@@ -123,6 +124,8 @@ BROKEN = [
     ({}, "need a network on one stage, but got a pipeline: between", "pipeline"),
     ({}, "that one micro-batch can be tried with, but got a 'WithBatchLossCell'", "batch"),
     ({}, "must be 'stand_alone' or 'data_parallel', but got 'stand_alone': there", "distributed"),
+    ({**BY_FUNCTION, "micro_size": 2}, "makes the micro-batches, .* got micro_size=2 and micro_batch_size=None. Leave"),
+    ({"micro_size": 2, "micro_batch_size": 3}, "exactly one of .* got micro_size=2, micro_batch_size=3 and acc.*=1.$"),
     ({**AUTO, "jit": False}, "compiles in PyNative mode too, .* got jit=False. Leave 'jit' out"),
     ({**AUTO, **TWO}, "got 2 loss.es. and a network of class 'WithLossCell'"),
     (AUTO, "needs Python between the batches, .* but the training step is part of another graph"),
@@ -142,6 +145,7 @@ BROKEN = [
     ({"reduction": "ratio", **TWO}, "reduction='ratio' is for one loss, .* but got 2 losses. Return sums"),
     ({"count": (CountMask(),)}, r"'count' must be None, but got \(CountMask.*\): the loss is", "batch"),
     ({"min_count": 1.0}, "least count of items .* got min_count=1.0, count=None, reduction=None and a network"),
+    ({"count": (CountMask(),) * 2}, r"one entry for each loss, but got count=\(.*\) and loss_weights=\(1.0,\).$"),
     (THREE, "pools a micro-batch's statistics in each forward, .* but got 3 losses. Add", "pools"),
     (TWO, r"'loss_weights' must be \(1.0,\), but got \(1.0, 0.5\): add", "batch"),
     ({"transforms": (SkipSpikes(2.0),), "max_grad_norm": 1.0}, "leaves no spike .* 'ClipByGlobalNorm'. Give"),
@@ -202,7 +206,7 @@ def test_each_rule_has_an_example():
 
 
 @pytest.mark.parametrize(
-    "place", [LOSS, CELL, IN_LOOPS, SEMI_AUTO, PIPELINE, UPDATE, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT]
+    "place", [GIVEN, LOSS, CELL, IN_LOOPS, SEMI_AUTO, PIPELINE, UPDATE, SPAN_LATER, IN_ONE_GRAPH, AUDIT, TRIAL, REPORT]
 )
 def test_the_plain_options_go_together_everywhere(place):
     ms.set_context(mode=ms.GRAPH_MODE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms import PerSampleLoss
+from gaccum_ms import PerSampleLoss, Transform
 from tests.semi_auto.cases import CASES, LAYOUTS, OPTIMIZER_PARALLEL, OPTIONS, SUM, Mask, X, Y, frameworks, ours, weight
 
 WIDTHS = (12, 8, 8, 8, 1)
@@ -187,6 +187,15 @@ class PerSampleOutputs(Staged):
         return super().construct(x, y), x
 
 
+class Momentum(Transform):
+    """Keeps a number for each element of each weight."""
+
+    elementwise = True
+
+    def prepare(self, network):
+        self.sums = ms.ParameterTuple([self.state_like(f"sum.{weight.name}", weight) for weight in self.weights])
+
+
 def scheduled(scheduler):
     return {"pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": scheduler}}
 
@@ -207,6 +216,7 @@ PIPELINES |= {
     "one without a stage": (lambda: ours(unstaged(), 4), TWO),
     "frozen": (lambda: ours(frozen(), 4), TWO),
     "outputs of samples": (lambda: ours(PerSampleOutputs(2), 4, aux=True), TWO),
+    "state of all weights": (lambda: ours(Staged(2), 4, transforms=(Momentum(),)), TWO),
     "several losses": (lambda: ours(Staged(2), 4, loss_weights=(1.0, 0.3)), TWO),
 }
 CASES = CASES | {name if name.endswith("stages") else f"pipeline, {name}": case for name, case in PIPELINES.items()}

@@ -52,7 +52,7 @@ def run(folder: Path, *options: str, file: str = FILE) -> subprocess.CompletedPr
     (tests / "groups.tsv").write_text("seconds\tgroup\n1\ttest_it\n9\tapart\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadgroup"]
     return subprocess.run(
-        [*command, "--no-loadscope-reorder", "-rs", *options, "tests"],
+        [*command, "--no-loadscope-reorder", "--rootdir", str(folder), "-rs", *options, "tests"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths.python_path()},
         capture_output=True,
