@@ -35,7 +35,7 @@ _SAMPLES = 5
 _MOST_WORK = {"CPU": 2**37}
 _MOST_WORK_ON_DEVICES = 2**45
 _MOST_OF_MICRO_BATCH = 8  # how many times as large a batch may be that is evaluated whole
-_SKIPPED = "skipped"
+_SKIPPED, _SKIPPED_SO_FAR = "skipped", "skipped so far"
 
 _COMPARES = (
     "No sum and no known count explains it. If the loss compares samples, or is a function of a mean, as a root is, "
@@ -85,10 +85,10 @@ class FirstBatch:
         """Whether numbers have shown what the loss is."""
         return self.verdict.kind in (EQUAL, DIFFERENT)
 
-    def skip(self, why: str) -> None:
-        """Leave the proof out, unless a batch has been looked at."""
+    def skip(self, why: str, so_far: bool = False) -> None:
+        """Leave the proof out, unless a batch has been looked at. `so_far` : until Python gives one."""
         if not self.is_over and not self._calls:
-            self.verdict = Verdict(_SKIPPED, why)
+            self.verdict = Verdict(_SKIPPED_SO_FAR if so_far else _SKIPPED, why)
 
     def look(
         self,

@@ -189,7 +189,7 @@ class Advice:
             return
         options = self._setup.options
         if batch is None:
-            self.proof.skip("another graph calls the step, as with data sinking")
+            self.proof.skip("another graph calls the step, as with data sinking", so_far=True)
             self._losses.look(None)
             return
         is_known = batch.network_inputs is not None or options.trims
