@@ -95,7 +95,8 @@ def _first_calls(rows: Sequence[Row]) -> Iterator[Target]:
             proof = row.details.get("proof") if row else None
             rest = row.first_call - proof if row and row.first_call is not None and proof is not None else None
             ratio = _divided(proof, None if rest is None else max(rest, 1.0))
-            yield Target(f"{network}: proof at the first batch, of the first call in {mode} mode, or of 1 s", ratio, 0.15)
+            text = f"{network}: proof at the first batch, of the first call in {mode} mode, or of 1 s"
+            yield Target(text, ratio, 0.15)
 
 
 def _memory(rows: Sequence[Row]) -> Iterator[Target]:
