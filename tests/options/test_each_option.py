@@ -177,9 +177,9 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(RULES)))
-def test_each_rule_has_its_own_error(number):
-    rule, (options, words, *kind) = RULES[number], BROKEN[number]
+@pytest.mark.parametrize(("rule", "broken"), zip(RULES, BROKEN, strict=True))
+def test_each_rule_has_its_own_error(rule, broken):
+    options, words, *kind = broken
     net = nn.Dense(1, 1)
     loss = nn.MSELoss(kind[0]) if kind and kind[0] in ("sum", "none") else nn.MSELoss()
     network = WithBatchLossCell(net, net) if kind == ["batch"] else nn.WithLossCell(net, loss)
@@ -199,10 +199,6 @@ def test_each_rule_has_its_own_error(number):
     with pytest.raises(rule.error, match=f"For 'Owner', .*{words}"):
         raise error
     assert str(error) == rule.message("Owner", setup)
-
-
-def test_each_rule_has_an_example():
-    assert len(BROKEN) == len(RULES)
 
 
 @pytest.mark.parametrize(
