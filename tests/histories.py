@@ -181,13 +181,12 @@ class History:
 
     def poison(self, batches: Sequence[Inputs]) -> str:
         """Put a number that is not finite into a batch."""
-        setup = self.setup
-        checked = setup.scale is not None or setup.drops
+        checked = self.setup.scale is not None or self.setup.drops
         value = self.random.choice([np.inf, np.nan]) if checked else np.nan
         rank = int(self.random.integers(self.ranks))
         x = batches[rank][0]
         place = tuple(int(self.random.integers(size)) for size in x.shape)
-        if setup.body == "tokens":
+        if self.setup.body == "tokens":
             return ""
         x[place] = value
         return f", {value} in sample {place[0]} of rank {rank}"
@@ -462,8 +461,7 @@ class History:
 
     def varied(self) -> Setup:
         """The set-up with other sizes of micro-batches, windows and accumulators."""
-        changed: dict[str, Any] = {}
-        setup = self.setup
+        changed, setup = {}, self.setup
         if setup.micro_size is not None:
             changed["micro_size"] = int(self.random.integers(1, 4))
         if setup.steps > 1 and self.random.random() < 0.5:
@@ -652,7 +650,7 @@ def main() -> int:
         for ranks in range(1, options.ranks + 1):
             folder = Path(name, f"ranks{ranks}")
             folder.mkdir()
-            pools[ranks] = stack.enter_context(Ranks(folder, ranks, {"PYTHONWARNINGS": "ignore"}))
+            pools[ranks] = stack.enter_context(Ranks(folder, ranks, PYTHONWARNINGS="ignore"))
         for seed in seeds:
             if time.monotonic() > end:
                 break
