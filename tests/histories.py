@@ -607,17 +607,10 @@ class Cases(dict):
 CASES = Cases()
 
 
-def numbers_of_ranks(seed: int, most: int) -> list[int]:
-    """The number of ranks of each segment of a history."""
-    if most == 1:
-        return [1]
-    return [most, *np.random.default_rng([seed, 7]).integers(1, most + 1, 2).tolist()]
-
-
 def tell(seed: int, mode: str, most: int, pools: Mapping[int, Ranks], folder: Path) -> str:
     """Play a whole history; returns "", or the first difference."""
-    before = []
-    for segment, ranks in enumerate(numbers_of_ranks(seed, most)):
+    before, further = [], np.random.default_rng([seed, 7]).integers(1, most + 1, 2).tolist()
+    for segment, ranks in enumerate([most, *(further if most > 1 else [])]):
         try:
             results = pools[ranks].run("tests.histories", f"{seed} {mode} {ranks} {segment}", folder)
             reports = [str(one["report"]) for one in results]

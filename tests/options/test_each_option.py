@@ -152,10 +152,7 @@ BROKEN = [
     ({**BY_FUNCTION, **TWO}, "got 2 loss.es. and a network of class 'WithLossCell'"),
     (BY_FUNCTION, "needs Python at each batch, .* but the training step is part of another graph"),
     ({"split": EvenSplit(shared=(1,))}, r"pipeline the argument 'split' must be None, but got EvenSplit\(shared=\(1,"),
-    (
-        {"split": EvenSplit(axis=1)},
-        r"or EvenSplit\(shared=...\), but got EvenSplit\(shared=\(\), axis=1\): the",
-    ),
+    ({"split": EvenSplit(axis=1)}, r"or EvenSplit\(shared=...\), but got EvenSplit\(shared=\(\), axis=1\): the"),
     (BY_FUNCTION, "must be the network's inputs, .* but got a function as 'split': only"),
     (BY_FUNCTION, "must be so many samples of the batch, .* but got a function as 'split': only"),
     ({"split": MaxTokens("auto", 0)}, r"must be given, because .* but got MaxTokens\('auto', ...\). Give a number"),

@@ -23,7 +23,7 @@ from gaccum_ms import CountMask, GradAccumulationCell, resume
 from tests.ranks.cases import named
 from tests.support.modes import eagerly
 from tests.support.reference import Regression, as_numpy, batches, relative_error, vector
-from tests.support.two_ranks import Results, case
+from tests.support.two_ranks import Results, case, results_of
 
 pytestmark = pytest.mark.distributed
 SAMPLES, EPOCHS, UPDATES = 40, 2, 5
@@ -92,14 +92,7 @@ CASES: dict[str, Callable[[Path], Results]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def ranks(rank_pair, out) -> list[Results]:
-    return rank_pair.worker("tests.ranks.test_fewer_ranks", out)
+ranks = results_of("test_fewer_ranks")
 
 
 def samples_of_updates(*ranks: Results) -> list[list[float]]:

@@ -30,21 +30,13 @@ from tests.options.test_setups import MOMENTUM, SCALED, play
 from tests.ranks.cases import error_of, named, set_up
 from tests.support.history_oracle import Setup
 from tests.support.reference import Regression, as_numpy, batches, make_step, relative_error, vector
-from tests.support.two_ranks import Results, case
+from tests.support.two_ranks import Results, case, results_of
 
 pytestmark = pytest.mark.distributed
 Batch = tuple[np.ndarray, ...]
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def trained(rank_pair, out) -> list[Results]:
-    """The results of each of two ranks."""
-    return rank_pair.worker("tests.ranks.test_window_ranks", out)
+trained = results_of("test_window_ranks")
 
 
 def momentum(weights: Sequence[ms.Parameter]) -> nn.Momentum:

@@ -233,10 +233,7 @@ def train(make_step: Callable, network: nn.Cell, optimizer: nn.Optimizer, data: 
 
 
 def make_step(
-    network: nn.Cell,
-    optimizer: Callable = lambda weights: nn.SGD(weights, 0.1),
-    scale_sense: Any = None,
-    **options,
+    network: nn.Cell, optimizer: Callable = lambda weights: nn.SGD(weights, 0.1), scale_sense: Any = None, **options
 ) -> TrainOneStepWithGradAccumulationCell:
     """Our step of a network that returns its loss, with these options of the cell; ``optimizer(weights)`` makes the
     optimizer."""

@@ -14,8 +14,8 @@ def results_of(worker: str) -> Any:
     import pytest  # not above: ranks import this file too
 
     @pytest.fixture(scope="module")
-    def results(rank_pair, tmp_path_factory) -> list[Results]:
-        return rank_pair.worker(f"tests.ranks.{worker}", tmp_path_factory.mktemp(worker))
+    def results(rank_pair, out) -> list[Results]:
+        return rank_pair.worker(f"tests.ranks.{worker}", out)
 
     return results
 
