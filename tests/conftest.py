@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+from pathlib import Path
 
 import mindspore as ms
 import psutil
@@ -130,3 +131,9 @@ def rank_pair(tmp_path_factory):
     """Two ranks for all tests of this process."""
     with Ranks(tmp_path_factory.mktemp("ranks")) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    """The folder of a module's cases on ranks."""
+    return tmp_path_factory.mktemp("ranks")

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from mindspore.communication import get_rank
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gaccum_ms import TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms import resume
 from gaccum_ms.backend.parameters import overwrite
 from tests.support import environment
 from tests.support.history_oracle import (
@@ -70,14 +70,14 @@ class Difference(AssertionError):
 _compiled: dict[Any, tuple[Any, Any, dict[str, Tensor]]] = {}
 
 
-def trainer_for(setup: Setup, seed: int, step_class: type, number: int) -> tuple[Any, Any]:
+def trainer_for(setup: Setup, seed: int, number: int) -> tuple[Any, Any]:
     """The step or accumulator, and its network. What is compiled may have run before."""
     if setup.mode == "pynative":
-        return make_trainer(setup, seed, step_class)
-    key = (setup, step_class, number, ms.get_auto_parallel_context("gradients_mean"))
+        return make_trainer(setup, seed)
+    key = (setup, number, ms.get_auto_parallel_context("gradients_mean"))
     trainer, network, values = _compiled.get(key, (None, None, {}))
     if trainer is None or [one.name for one in trainer.get_parameters()] != list(values):  # other windows since then
-        trainer, network = make_trainer(setup, seed, step_class)
+        trainer, network = make_trainer(setup, seed)
         values = {one.name: Tensor(as_numpy(one), ms.float32).astype(one.dtype) for one in trainer.get_parameters()}
         _compiled[key] = trainer, network, values
     for parameter in trainer.get_parameters():
@@ -96,11 +96,9 @@ class History:
         rank: int = 0,
         folder: Path | None = None,
         segment: int = 0,
-        step_class: type = TrainOneStepWithGradAccumulationCell,
         setup: Setup | None = None,
     ):
-        self.seed, self.ranks, self.rank, self.folder = seed, ranks, rank, folder
-        self.step_class, self.segment = step_class, segment
+        self.seed, self.ranks, self.rank, self.folder, self.segment = seed, ranks, rank, folder, segment
         self.random = np.random.default_rng([seed, segment])
         self.log: list[str] = []
         self.made = 0
@@ -120,8 +118,7 @@ class History:
 
     def begin(self, setup: Setup) -> None:
         self.setup = setup
-        seed = self.seed + 1000 * self.made
-        self.trainer, self.network = trainer_for(setup, seed, self.step_class, self.made)
+        self.trainer, self.network = trainer_for(setup, self.seed + 1000 * self.made, self.made)
         self.made += 1
         self.spans = setup.accumulator or self.trainer.spans_batches
 
@@ -184,13 +181,12 @@ class History:
 
     def poison(self, batches: Sequence[Inputs]) -> str:
         """Put a number that is not finite into a batch."""
-        setup = self.setup
-        checked = setup.scale is not None or setup.drops
+        checked = self.setup.scale is not None or self.setup.drops
         value = self.random.choice([np.inf, np.nan]) if checked else np.nan
         rank = int(self.random.integers(self.ranks))
         x = batches[rank][0]
         place = tuple(int(self.random.integers(size)) for size in x.shape)
-        if setup.body == "tokens":
+        if self.setup.body == "tokens":
             return ""
         x[place] = value
         return f", {value} in sample {place[0]} of rank {rank}"
@@ -261,15 +257,17 @@ class History:
         self.log.append(f"train {[len(batch[0]) for batch in batches]}, a count of {value} on ranks {list(ranks)}")
         return self.train_on(batches)
 
+    def train_but_on_one_rank(self) -> None:
+        batches = self.batches()
+        absent = int(self.random.integers(self.ranks))
+        self.log.append(f"train {[len(batch[0]) for batch in batches]}, but not on rank {absent}")
+        self.train_on([None if rank == absent else batch for rank, batch in enumerate(batches)])
+
     def flush(self) -> None:
         """End the open window. Before it, some ranks may get a batch that the others do not."""
-        window = len(self.oracle.windows[0])
-        begun = 0 < window < self.oracle.steps - 1
+        begun = 0 < len(self.oracle.windows[0]) < self.oracle.steps - 1
         if self.ranks > 1 and self.random.random() < 0.5 and begun:
-            batches = self.batches()
-            absent = int(self.random.integers(self.ranks))
-            self.log.append(f"train {[len(batch[0]) for batch in batches]}, but not on rank {absent}")
-            self.train_on([None if rank == absent else batch for rank, batch in enumerate(batches)])
+            self.train_but_on_one_rank()
         self.log.append("flush")
         before = self.state()
         expected = Expected(dict(before), outputs={"updated": False})
@@ -463,8 +461,7 @@ class History:
 
     def varied(self) -> Setup:
         """The set-up with other sizes of micro-batches, windows and accumulators."""
-        changed: dict[str, Any] = {}
-        setup = self.setup
+        changed, setup = {}, self.setup
         if setup.micro_size is not None:
             changed["micro_size"] = int(self.random.integers(1, 4))
         if setup.steps > 1 and self.random.random() < 0.5:
@@ -535,18 +532,21 @@ class History:
         "save_and_resume": 1,
     }
 
-    def play(self, calls: int) -> None:
+    def any_actions(self, calls: int) -> Iterator[str]:
         chances = np.array(list(self.ACTIONS.values()))
         for _ in range(calls):
-            action = str(self.random.choice(list(self.ACTIONS), p=chances / chances.sum()))
+            yield str(self.random.choice(list(self.ACTIONS), p=chances / chances.sum()))
+            if self.is_over():
+                return
+
+    def play(self, actions: Iterable[str]) -> None:
+        for action in actions:
             try:
                 getattr(self, action)()
             except Difference:
                 self.agree(False)
                 raise
             self.agree(True)
-            if self.is_over():
-                return
 
     def agree(self, is_well: bool) -> None:
         """On all ranks: stop if one of them found a difference, so that none waits for it."""
@@ -565,16 +565,15 @@ def play(
     rank: int = 0,
     folder: Path | None = None,
     segment: int = 0,
-    step_class: type = TrainOneStepWithGradAccumulationCell,
     calls: int = 14,
 ) -> str:
     """Play a segment of a history; returns "", or the difference that it found."""
     if folder is None:
         with tempfile.TemporaryDirectory() as name:
-            return play(seed, mode, ranks, rank, Path(name), segment, step_class, calls)
+            return play(seed, mode, ranks, rank, Path(name), segment, calls)
     Bomb.place = None
     kept = [folder / f"history{seed}.{number}" for number in range(3)]
-    history = History(seed, mode, ranks, rank, folder, segment, step_class)
+    history = History(seed, mode, ranks, rank, folder, segment)
     try:
         with np.errstate(all="ignore"):
             if segment:
@@ -582,7 +581,7 @@ def play(
                 if last["oracle"].ranks == ranks:
                     last = pickle.loads(kept[rank].read_bytes())
                 history.continue_from(last)
-            history.play(calls)
+            history.play(history.any_actions(calls))
             end = history.end()
         if ranks > 1:
             ops.AllReduce()(Tensor([1.0])).asnumpy()  # all ranks have saved, and read
@@ -608,17 +607,10 @@ class Cases(dict):
 CASES = Cases()
 
 
-def numbers_of_ranks(seed: int, most: int) -> list[int]:
-    """The number of ranks of each segment of a history."""
-    if most == 1:
-        return [1]
-    return [most, *np.random.default_rng([seed, 7]).integers(1, most + 1, 2).tolist()]
-
-
 def tell(seed: int, mode: str, most: int, pools: Mapping[int, Ranks], folder: Path) -> str:
     """Play a whole history; returns "", or the first difference."""
-    before = []
-    for segment, ranks in enumerate(numbers_of_ranks(seed, most)):
+    before, further = [], np.random.default_rng([seed, 7]).integers(1, most + 1, 2).tolist()
+    for segment, ranks in enumerate([most, *(further if most > 1 else [])]):
         try:
             results = pools[ranks].run("tests.histories", f"{seed} {mode} {ranks} {segment}", folder)
             reports = [str(one["report"]) for one in results]
@@ -651,7 +643,7 @@ def main() -> int:
         for ranks in range(1, options.ranks + 1):
             folder = Path(name, f"ranks{ranks}")
             folder.mkdir()
-            pools[ranks] = stack.enter_context(Ranks(folder, ranks, {"PYTHONWARNINGS": "ignore"}))
+            pools[ranks] = stack.enter_context(Ranks(folder, ranks, PYTHONWARNINGS="ignore"))
         for seed in seeds:
             if time.monotonic() > end:
                 break

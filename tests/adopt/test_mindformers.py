@@ -19,9 +19,9 @@ from mindspore import Tensor, nn, ops
 from gaccum_ms.adopt import mindformers as adopted
 from tests.support.adopted import K, apart, assert_takes_arguments_of
 from tests.support.package import package
+from tests.support.paths import worker
 from tests.support.reference import as_numpy
 from tests.support.small_llama import WORDS, small_llama, tokens
-from tests.support.two_ranks import run_on_ranks
 
 os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp())  # otherwise mindformers writes into the working folder
 EXTRA = "In the project's folder: pip install --no-deps -r tests/mindformers.txt"
@@ -64,9 +64,11 @@ def test_micro_batches_train_as_the_whole_batch_with_all_five_outputs(whole_batc
 
 
 @pytest.mark.distributed
-def test_the_trainers_setting_takes_effect(whole_batches, tmp_path):
+def test_the_trainers_setting_takes_effect(whole_batches, programs, tmp_path):
     """With mindformers' own Trainer and monitor."""
-    (result,) = run_on_ranks(1, "mindformers_worker.py", tmp_path)
+    done = programs.run(worker("mindformers_worker.py"), str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = np.load(tmp_path / "results.npz")
     assert int(result["steps"]) == K
     ours = {name.removeprefix("weight/"): value for name, value in result.items() if name.startswith("weight/")}
     assert apart(ours, whole_batches[0]) < ROUNDING

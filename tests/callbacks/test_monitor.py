@@ -14,7 +14,7 @@ import pytest
 from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import GradAccumulator, WindowMonitor
+from gaccum_ms import CountMask, GradAccumulator, WindowMonitor
 from gaccum_ms.report import records as report
 from tests.record.test_recorder import X, Y, fit
 from tests.support import window_oracle as oracle
@@ -118,8 +118,8 @@ def test_tensorboard_reads_each_number(tmp_path, pynative):
 
     writer = tensorboard.SummaryWriter(str(tmp_path))
     monitor = WindowMonitor(summary=writer)
-    two_losses = {"line": oracle.MeanAndMean, "columns": (X, Y, Y), "loss_weights": (1.0, 2.0)}
-    options = {"micro_size": 1, "max_grad_norm": 100.0, "scale_sense": manager()}
+    two_losses = {"line": oracle.MaskedAndMean, "columns": (X, Y, Y), "loss_weights": (1.0, 2.0)}
+    options = {"count": (CountMask(), None), "micro_size": 1, "max_grad_norm": 100.0, "scale_sense": manager()}
     records, _ = fit(epochs=1, monitor=monitor, **two_losses, **options)
     writer.close()
     (path,) = tmp_path.iterdir()

@@ -164,10 +164,10 @@ def test_nothing_changes_where_trials_run_in_this_process(monkeypatch, pynative)
 def test_ranks_agree_on_the_smallest(rank_pair, tmp_path):
     """Rank 1 is out of memory above 6 samples: both ranks find 6, for 16 samples in three micro-batches. If nothing
     fits on rank 1, both ranks raise an error. Training goes on as with the number given, with unchanged weights."""
-    for rank in rank_pair.worker("tests.ranks.find_size_ranks_worker", tmp_path):
+    for rank in rank_pair.worker("tests.ranks.memory_worker", tmp_path):
         results = case(rank, "search")
         assert results["less on rank 1"] == 6
         assert "not enough on rank(s) [1]" in str(results["nothing on rank 1"])
-        searched, given = case(results, "searched"), case(results, "given")
+        searched, given = case(rank, "searched"), case(rank, "given")
         for name in ("hidden.weight", "hidden.bias", "out.weight", "out.bias"):
             np.testing.assert_array_equal(searched[f"network.{name}"], given[name])

@@ -79,15 +79,15 @@ GRAPH = {
 }
 
 
-def play(setup: Setup, actions: str, **changed) -> None:
-    history = History(7, setup.mode, setup=setup)
+def play(setup: Setup, actions: str, ranks: int = 1, rank: int = 0, **changed) -> History:
+    history = History(7, setup.mode, ranks, rank, setup=setup)
     vars(history).update(changed)
     try:
         with np.errstate(all="ignore"):
-            for action in actions.split():
-                getattr(history, action)()
+            history.play(actions.split())
     except Difference as difference:
-        pytest.fail(history.report(difference))
+        raise AssertionError(history.report(difference)) from None
+    return history
 
 
 @pytest.mark.parametrize("name", EAGER)

@@ -8,7 +8,6 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
-from gaccum_ms.distributed.all_reduce import FusedReducer
 from tests.support.modes import MODES
 from tests.support.two_ranks import Results
 
@@ -31,17 +30,3 @@ def error_of(action: Callable[[], Any]) -> str:
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-class NotedAllReduce:
-    """Replaces a reducer's AllReduce in an eagerly run step, and records the size of each buffer that is sent."""
-
-    def __init__(self, reducer: FusedReducer) -> None:
-        self.all_reduce = reducer.all_reduce
-        self.sizes: list[int] = []
-        del reducer.all_reduce
-        reducer.all_reduce = self
-
-    def __call__(self, buffer):
-        self.sizes.append(buffer.size)
-        return self.all_reduce(buffer)

@@ -122,10 +122,10 @@ def test_a_window_that_another_training_began_is_recorded_as_a_whole(pynative):
 # -- every field, against NumPy ----------------------------------------------------------------------------------------
 
 EACH_KIND = {
-    "dropped, counts": oracle.case(
+    "dropped, counts": oracle.Case(
         oracle.Masked, "jit", [(2, 1)], micro_size=2, count=CountMask(), overflow="drop_micro_batch", max_grad_norm=0.2
     ),
-    "spanning, dropped": oracle.case(
+    "spanning, dropped": oracle.Case(
         oracle.Masked,
         poisoned=[(1, 0), (2, 0), (2, 2)],
         micro_size=2,
@@ -134,15 +134,15 @@ EACH_KIND = {
         overflow="drop_micro_batch",
         flushes=True,
     ),
-    "two losses, an overflow": oracle.case(
+    "two losses, an overflow": oracle.Case(
         oracle.MaskedAndMean,
         poisoned=[(1, 2)],
         micro_size=3,
-        count=oracle.COUNT_BOTH,
+        count=(CountMask(), None),
         loss_weights=(1.0, 0.5),
         scale=1024.0,
     ),
-    "loss of the batch, a scale that the optimizer removes": oracle.case(
+    "loss of the batch, a scale that the optimizer removes": oracle.Case(
         oracle.Spread, micro_size=2, scale=1024.0, fixed_scale=True, max_grad_norm=0.2
     ),
 }
@@ -155,9 +155,9 @@ def test_every_field_is_the_oracles(kind, pynative):
     batches = case.batches(sizes)
     monitor, model = WindowMonitor(), case.make_model()
     data = GeneratorDataset(batches, ["x", "y", "mask"][: len(batches[0])], shuffle=False)
-    epochs = min(case.plan.steps, 2)
-    model.train(epochs, data, callbacks=[monitor, *([FlushAccumulation()] if case.plan.flushes else [])])
-    expected, weight = oracle.expected_records(case.plan, [batches] * epochs)
+    epochs = min(case.steps, 2)
+    model.train(epochs, data, callbacks=[monitor, *([FlushAccumulation()] if case.flushes else [])])
+    expected, weight = case.expected_records([batches] * epochs)
     assert len(monitor.records) == len(expected)
     for record, fields in zip(monitor.records, expected, strict=True):
         assert_record(record, fields)

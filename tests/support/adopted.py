@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from tests.support.modes import eagerly
 from tests.support.reference import FEATURES, Regression, as_numpy
 
 K = 3  # batches that share an update
@@ -79,9 +78,6 @@ def trained(
     step.set_train()
     outputs = [step(*map(Tensor, batch)) for batch in batches]
     return Trained({name: as_numpy(one) for name, one in weights.items()}, outputs, step, optimizer)
-
-
-trained_eagerly = eagerly()(trained)
 
 
 def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:

@@ -8,10 +8,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from tests.support.history_oracle import Arrays, norm_of
 from tests.support.modes import eagerly
 from tests.support.reference import as_numpy
-
-Arrays = list[np.ndarray]
 
 
 class ByHand(nn.Optimizer):
@@ -51,10 +50,6 @@ def train_whole(network: nn.Cell, optimizer: ByHand, data: Sequence) -> Arrays:
         step(*map(Tensor, batch))
         rows.append(np.concatenate([one.ravel() for one in optimizer.weights()]))
     return rows
-
-
-def norm_of(gradients: Arrays) -> float:
-    return float(np.sqrt(sum((one**2).sum() for one in gradients)))
 
 
 def global_norm(max_norm: float) -> Callable:

@@ -212,7 +212,7 @@ def token_lengths(tokens, labels):
     return np.array([np.flatnonzero(row != IGNORED).max(initial=-1) + 1 for row in labels.asnumpy()])
 
 
-def make_trainer(setup: Setup, seed: int, step_class: type = TrainOneStepWithGradAccumulationCell) -> Any:
+def make_trainer(setup: Setup, seed: int) -> Any:
     """The step or GradAccumulator, and what it trains, as `network` ."""
     if setup.accumulator:
         network = Network(setup, seed)
@@ -223,7 +223,8 @@ def make_trainer(setup: Setup, seed: int, step_class: type = TrainOneStepWithGra
     else:
         cell = make_cell(setup, seed)
         network = cell.network
-        trainer = step_class(cell, make_optimizer(setup, network.trainable_params()), make_scale(setup)).set_train()
+        optimizer = make_optimizer(setup, network.trainable_params())
+        trainer = TrainOneStepWithGradAccumulationCell(cell, optimizer, make_scale(setup)).set_train()
     return trainer, network
 
 

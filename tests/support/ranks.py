@@ -37,9 +37,8 @@ class Ranks:
     the ranks again.
     """
 
-    def __init__(self, folder: Path, number: int = 2, environment: Mapping[str, str | None] | None = None) -> None:
-        self.folder, self.number = folder, number
-        self.environment = dict(environment or {})  # None: without the variable
+    def __init__(self, folder: Path, number: int = 2, **environment: str) -> None:
+        self.folder, self.number, self.environment = folder, number, environment
         self.launches = self.requests = 0
         self.launcher: subprocess.Popen | None = None
 
@@ -70,7 +69,6 @@ class Ranks:
         self.place.mkdir()
         self.launches += 1
         self.requests = 0
-        variables = {**os.environ, "PYTHONPATH": paths.python_path(), **self.environment}
         command = [sys.executable]
         if self.number > 1:
             command += ["-m", "gaccum_ms.launch", "-n", str(self.number), "--log-dir", str(self.place / "log")]
@@ -79,7 +77,7 @@ class Ranks:
         with (self.place / "said").open("w") as said:
             self.launcher = subprocess.Popen(
                 command,
-                env={name: value for name, value in variables.items() if value is not None},
+                env={**os.environ, "PYTHONPATH": paths.python_path(), **self.environment},
                 cwd=self.place,
                 stdout=said,
                 stderr=subprocess.STDOUT,

@@ -33,9 +33,6 @@ class Classifier(nn.Cell):
 
     dtype = ms.float32
 
-    def logits(self, x):
-        raise NotImplementedError
-
     def construct(self, x):
         return self.logits(x).astype(ms.float32)
 
@@ -54,11 +51,12 @@ class ConvNet(Classifier):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(1, 6, 3)
+        self.norm = nn.Identity()
         self.out = nn.Dense(6 * FEATURES, CLASSES)
 
     def logits(self, x):
         image = x.astype(self.dtype).reshape((-1, 1, 3, 4))
-        return self.out(ops.relu(self.conv(image)).reshape((-1, 6 * FEATURES)))
+        return self.out(ops.relu(self.norm(self.conv(image))).reshape((-1, 6 * FEATURES)))
 
 
 class BatchNormInEvalNet(ConvNet):
@@ -67,10 +65,6 @@ class BatchNormInEvalNet(ConvNet):
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm2d(6, use_batch_statistics=False)
-
-    def logits(self, x):
-        image = x.astype(self.dtype).reshape((-1, 1, 3, 4))
-        return self.out(ops.relu(self.norm(self.conv(image))).reshape((-1, 6 * FEATURES)))
 
 
 class EmbeddingNet(Classifier):
@@ -239,10 +233,7 @@ def train(make_step: Callable, network: nn.Cell, optimizer: nn.Optimizer, data: 
 
 
 def make_step(
-    network: nn.Cell,
-    optimizer: Callable = lambda weights: nn.SGD(weights, 0.1),
-    scale_sense: Any = None,
-    **options,
+    network: nn.Cell, optimizer: Callable = lambda weights: nn.SGD(weights, 0.1), scale_sense: Any = None, **options
 ) -> TrainOneStepWithGradAccumulationCell:
     """Our step of a network that returns its loss, with these options of the cell; ``optimizer(weights)`` makes the
     optimizer."""

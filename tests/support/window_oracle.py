@@ -14,33 +14,19 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.amp import FixedLossScaleManager
 
-from gaccum_ms import (
-    CountMask,
-    GradAccumulationCell,
-    TrainOneStepWithGradAccumulationCell,
-    WithBatchLossCell,
-)
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, WithBatchLossCell
 
 Batch = tuple[np.ndarray, ...]
 
 RATES = [0.1, 0.05, 0.2, 0.1, 0.15, 0.05, 0.1, 0.2, 0.1, 0.05]  # of the updates
-COUNT_BOTH = (CountMask(), None)
-# Fields of a record that may be equal on all ranks or not, and that no other test on ranks checks.
-FIELDS = ("updated", "losses", "loss", "counts", "count", "loss_terms", "dropped_micro_batches", "grad_norm")
-
-
-# -- networks: the loss of w x ~ y, with a mask as third input ---------------------------------------------------------
 
 
 class Weight(nn.Cell):
+    """Predicts w x. The losses are for y, with a mask."""
+
     def __init__(self, weight=1.0):
         super().__init__()
         self.weight = ms.Parameter(Tensor(weight, ms.float32), name="weight")
-
-
-class Mean(Weight):
-    def construct(self, x, y, mask):
-        return ops.square(self.weight * x - y).mean() / 2
 
 
 class Masked(Weight):
@@ -48,15 +34,9 @@ class Masked(Weight):
         return (ops.square(self.weight * x - y) * mask).sum() / mask.sum() / 2
 
 
-class MaskedAndMean(Weight):
+class MaskedAndMean(Masked):
     def construct(self, x, y, mask):
-        masked = (ops.square(self.weight * x - y) * mask).sum() / mask.sum() / 2
-        return masked, (self.weight * x).mean()
-
-
-class MeanAndMean(Weight):
-    def construct(self, x, y, mask):
-        return ops.square(self.weight * x - y).mean() / 2, (self.weight * x).mean()
+        return super().construct(x, y, mask), (self.weight * x).mean()
 
 
 class Scale(Weight):
@@ -74,10 +54,6 @@ class Spread(nn.Cell):
 # -- the same in NumPy: mean loss, its gradient, and its items, for some samples ---------------------------------------
 
 
-def squares(w, x, y, *mask):
-    return np.mean((w * x - y) ** 2) / 2, np.mean((w * x - y) * x), len(x)
-
-
 def masked(w, x, y, mask):
     total = mask.sum()
     if not total:
@@ -89,32 +65,8 @@ def mean(w, x, y, mask):
     return np.mean(w * x), np.mean(x), len(x)
 
 
-def spread(w, x, *others):
+def spread(w, x):
     return w**2 * np.var(x) / 2, w * np.var(x), len(x)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How windows are made, with the names of the cell's options."""
-
-    terms: tuple[Any, ...] = (squares,)
-    weights: tuple[float, ...] = (1.0,)
-    micro_size: int = 1
-    steps: int = 1
-    drops: bool = False
-    checks: bool = False  # whether there is a loss scale that is checked for overflow
-    scale: float | None = None
-    max_norm: float | None = None
-    flushes: bool = False
-    counts: bool = False  # whether `count` is given
-
-    def micro_batches(self, batch: Batch) -> list[Batch]:
-        size = -(-len(batch[0]) // self.micro_size)
-        return [tuple(one[at : at + size] for one in batch) for at in range(0, len(batch[0]), size)]
-
-    def count_of(self, sums: Sums) -> float:
-        """The count of a batch. If the batch is a window and counts are given, it is the window's count."""
-        return sums.kept if self.counts and self.steps == 1 else sums.items
 
 
 @dataclass
@@ -140,72 +92,36 @@ class Sums:
         return (self.loss / self.kept, self.gradient / self.kept) if self.kept else (0.0, 0.0)
 
 
-def sums_of(plan: Plan, term: Any, w: float, batches: Sequence[Batch]) -> Sums:
-    result = Sums()
-    for batch in batches:
-        for micro_batch in plan.micro_batches(batch):
-            result.add(*term(w, *micro_batch), plan.drops)
-    return result
-
-
-def expected_records(plan: Plan, epochs: Sequence[Sequence[Batch]]) -> tuple[list, float]:
-    """The fields of each record except ``seconds`` , and the final weight."""
-    w, updates, scale, window, records = 1.0, 0, plan.scale, [], []
-    with np.errstate(all="ignore"):
-        for epoch, data in enumerate(epochs, start=1):
-            for number, batch in enumerate(data, start=1):
-                window.append(batch)
-                if len(window) < plan.steps and not (plan.flushes and number == len(data)):
-                    continue
-                of_terms = [sums_of(plan, term, w, window) for term in plan.terms]
-                means = [one.mean() for one in of_terms]
-                loss, gradient = (np.dot(plan.weights, column) for column in zip(*means, strict=True))
-                kept, dropped = sum(one.kept for one in of_terms), of_terms[0].dropped
-                bad = not np.isfinite(gradient)
-                updated = bool(kept) and not (plan.checks and bad)
-                several = len(plan.terms) > 1
-                of_batches = [sums_of(plan, plan.terms[0], w, [one]) for one in window]
-                records.append(
-                    {
-                        "update": updates + updated,
-                        "updated": updated,
-                        "epoch": epoch,
-                        "batches": len(window),
-                        "losses": (loss,) if several else tuple(one.mean()[0] for one in of_batches),
-                        "loss": loss,
-                        "counts": tuple(plan.count_of(one) for one in (of_terms if several else of_batches)),
-                        "count": None if several else of_terms[0].kept,
-                        "loss_terms": tuple(one for one, _ in means) if several else None,
-                        "dropped_micro_batches": dropped,
-                        "grad_norm": abs(gradient) if plan.max_norm else None,
-                        "noise_scale": None,
-                        "loss_scale": scale,
-                        "learning_rate": RATES[updates],
-                        "counted": "items" if plan.counts else "samples",
-                    }
-                )
-                if updated:
-                    if plan.max_norm and abs(gradient) > plan.max_norm:
-                        gradient = np.sign(gradient) * plan.max_norm
-                    w -= RATES[updates] * gradient
-                    updates += 1
-                if plan.checks and scale and (bad or dropped):
-                    scale /= 2
-                window = []
-    return records, w
-
-
-# -- a step, and the oracle's description of it ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
 class Case:
-    plan: Plan
-    options: dict[str, Any]  # the cell's
-    network: type
-    mode: str  # "graph", "pynative" or "jit"
-    poisoned: Sequence[tuple[int, int]]  # (batch, sample) of infinite inputs
-    fixed_scale: bool  # the optimizer's `loss_scale` removes it from the gradient
+    """A step, and what its windows must do.
+
+    Args:
+        network (type): One of the above.
+        mode (str): "graph", "pynative" or "jit".
+        poisoned (Sequence): (batch, sample) of infinite inputs.
+        scale (float): The loss scale.
+        fixed_scale (bool): Whether the optimizer's `loss_scale` removes it from the gradient, and nothing is checked.
+        flushes (bool): Whether each epoch ends a window.
+        options: The cell's.
+    """
+
+    def __init__(
+        self,
+        network: type,
+        mode: str = "pynative",
+        poisoned: Sequence[tuple[int, int]] = (),
+        *,
+        scale: float | None = None,
+        fixed_scale: bool = False,
+        flushes: bool = False,
+        **options: Any,
+    ) -> None:
+        self.network, self.mode, self.poisoned, self.options = network, mode, poisoned, options
+        self.scale, self.fixed_scale, self.flushes = scale, fixed_scale, flushes
+        self.terms = {Masked: (masked,), MaskedAndMean: (masked, mean), Spread: (spread,)}[network]
+        self.weights = options.get("loss_weights") or (1.0,) * len(self.terms)
+        self.steps = options.get("accumulation_steps", 1)
+        self.counts = options.get("count") is not None
 
     def batches(self, sizes: Sequence[int]) -> list[Batch]:
         """x, y and a mask that leaves samples out, including the last two of the first batch."""
@@ -219,42 +135,72 @@ class Case:
         return result
 
     def make_model(self) -> ms.Model:
-        network, scale = self.network(), self.plan.scale
-        if self.network is Spread:
-            network = WithBatchLossCell(Scale(), network)
+        network = WithBatchLossCell(Scale(), Spread()) if self.network is Spread else self.network()
         cell = GradAccumulationCell(network, jit=self.mode == "jit" or None, **self.options)
-        removed = scale if self.fixed_scale else 1.0
+        removed = self.scale if self.fixed_scale else 1.0
         optimizer = nn.Momentum(cell.trainable_params(), RATES, 0.0, loss_scale=removed)
         if self.fixed_scale:
-            manager = FixedLossScaleManager(scale, drop_overflow_update=False)
+            manager = FixedLossScaleManager(self.scale, drop_overflow_update=False)
             return ms.Model(cell, optimizer=optimizer, loss_scale_manager=manager)
-        sense = None if scale is None else nn.DynamicLossScaleUpdateCell(scale, 2, 1000)
+        sense = None if self.scale is None else nn.DynamicLossScaleUpdateCell(self.scale, 2, 1000)
         return ms.Model(TrainOneStepWithGradAccumulationCell(cell, optimizer, sense).set_train())
 
+    def sums_of(self, term: Any, w: float, batches: Sequence[Batch]) -> Sums:
+        result, drops = Sums(), self.options.get("overflow") == "drop_micro_batch"
+        for batch in batches:
+            samples = len(batch[0])
+            size = samples if self.network is Spread else -(-samples // self.options["micro_size"])
+            for at in range(0, samples, size):
+                result.add(*term(w, *(one[at : at + size] for one in batch)), drops)
+        return result
 
-def case(
-    network: type = Mean,
-    mode: str = "pynative",
-    poisoned: Sequence[tuple[int, int]] = (),
-    *,
-    scale: float | None = None,
-    fixed_scale: bool = False,
-    flushes: bool = False,
-    **options: Any,
-) -> Case:
-    """A case, from options of the cell and of its surroundings."""
-    terms = {Masked: (masked,), MaskedAndMean: (masked, mean), MeanAndMean: (squares, mean), Spread: (spread,)}
-    terms_of = terms.get(network, (squares,))
-    plan = Plan(
-        terms=terms_of,
-        weights=options.get("loss_weights") or (1.0,) * len(terms_of),
-        micro_size=1 if network is Spread else options["micro_size"],
-        steps=options.get("accumulation_steps", 1),
-        drops=options.get("overflow") == "drop_micro_batch",
-        checks=scale is not None and not fixed_scale,
-        scale=scale,
-        max_norm=options.get("max_grad_norm"),
-        flushes=flushes,
-        counts=options.get("count") is not None,
-    )
-    return Case(plan, options, network, mode, poisoned, fixed_scale)
+    def count_of(self, sums: Sums) -> float:
+        """The count of a batch. If the batch is a window and counts are given, it is the window's count."""
+        return sums.kept if self.counts and self.steps == 1 else sums.items
+
+    def expected_records(self, epochs: Sequence[Sequence[Batch]]) -> tuple[list, float]:
+        """The fields of each record except ``seconds`` , and the final weight."""
+        w, updates, scale, window, records = 1.0, 0, self.scale, [], []
+        checks, max_norm = scale is not None and not self.fixed_scale, self.options.get("max_grad_norm")
+        several = len(self.terms) > 1
+        for epoch, data in enumerate(epochs, start=1):
+            for number, batch in enumerate(data, start=1):
+                window.append(batch)
+                if len(window) < self.steps and not (self.flushes and number == len(data)):
+                    continue
+                with np.errstate(all="ignore"):
+                    of_terms = [self.sums_of(term, w, window) for term in self.terms]
+                    of_batches = [self.sums_of(self.terms[0], w, [one]) for one in window]
+                means = [one.mean() for one in of_terms]
+                loss, gradient = (np.dot(self.weights, column) for column in zip(*means, strict=True))
+                kept, dropped = sum(one.kept for one in of_terms), of_terms[0].dropped
+                bad = not np.isfinite(gradient)
+                updated = bool(kept) and not (checks and bad)
+                records.append(
+                    {
+                        "update": updates + updated,
+                        "updated": updated,
+                        "epoch": epoch,
+                        "batches": len(window),
+                        "losses": (loss,) if several else tuple(one.mean()[0] for one in of_batches),
+                        "loss": loss,
+                        "counts": tuple(self.count_of(one) for one in (of_terms if several else of_batches)),
+                        "count": None if several else of_terms[0].kept,
+                        "loss_terms": tuple(one for one, _ in means) if several else None,
+                        "dropped_micro_batches": dropped,
+                        "grad_norm": abs(gradient) if max_norm else None,
+                        "noise_scale": None,
+                        "loss_scale": scale,
+                        "learning_rate": RATES[updates],
+                        "counted": "items" if self.counts else "samples",
+                    }
+                )
+                if updated:
+                    if max_norm and abs(gradient) > max_norm:
+                        gradient = np.sign(gradient) * max_norm
+                    w -= RATES[updates] * gradient
+                    updates += 1
+                if checks and (bad or dropped):
+                    scale /= 2
+                window = []
+        return records, w

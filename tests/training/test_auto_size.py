@@ -279,7 +279,7 @@ def test_is_refused_in_another_graph():
 @pytest.mark.distributed
 def test_ranks_halve_together(rank_pair, tmp_path):
     """Rank 1 runs out of memory, rank 0 does not: both halve the size once, and train as on whole batches."""
-    ranks = rank_pair.worker("tests.ranks.auto_size_ranks_worker", tmp_path)
+    ranks = rank_pair.worker("tests.ranks.memory_worker", tmp_path)
     for rank, results in enumerate(ranks):
         assert "SyncBatchNorm layers" in str(results["refused"])
         for kind in ("window", "flush"):

@@ -54,7 +54,7 @@ class Sink(nn.Cell):
         return outputs
 
 
-CASE = oracle.case(oracle.Masked, "graph", [(1, 3)], micro_size=3, count=CountMask(), scale=1024.0)
+CASE = oracle.Case(oracle.Masked, "graph", [(1, 3)], micro_size=3, count=CountMask(), scale=1024.0)
 BATCHES = 6
 
 
@@ -62,7 +62,7 @@ def test_the_graph_of_a_sink_trains_as_the_whole_batches_do():
     """The second batch counts NaN: it does not update, and no Python runs that could raise an error."""
     batches = CASE.batches((5,) * BATCHES)
     good = [batches[0], *batches[2:]]
-    records, weight = oracle.expected_records(CASE.plan, [good])
+    records, weight = CASE.expected_records([good])
     batches[1][2][0] = np.nan
     step = CASE.make_model().train_network
     loss, *_ = Sink(step, batches, BATCHES)()
