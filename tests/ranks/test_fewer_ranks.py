@@ -19,7 +19,7 @@ from mindspore.communication import get_rank
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, CheckpointConfig, ModelCheckpoint
 
-from gaccum_ms import CountMask, GradAccumulationCell, resume
+from gaccum_ms import CountMask, GradAccumulationCell, WeightAverage, resume
 from tests.ranks.cases import named
 from tests.support.modes import eagerly
 from tests.support.reference import Regression, as_numpy, batches, relative_error, vector
@@ -41,7 +41,8 @@ def make_data_set(rank: int, ranks: int) -> Any:
 
 def make_model(ranks: int) -> ms.Model:
     network = Regression()
-    cell = GradAccumulationCell(network, micro_batch_size=1, accumulation_steps=8 // ranks, count=CountMask())
+    options = {"count": CountMask(), "transforms": (WeightAverage(0.5),)}
+    cell = GradAccumulationCell(network, micro_batch_size=1, accumulation_steps=8 // ranks, **options)
     return ms.Model(cell, optimizer=nn.Momentum(network.trainable_params(), 0.05, 0.9))
 
 
@@ -68,7 +69,10 @@ def trained(model: ms.Model, data_set: Any, finished: int = 0, *callbacks: Callb
     seen = Seen()
     model.train(EPOCHS, data_set, callbacks=[seen, *callbacks], initial_epoch=finished, dataset_sink_mode=False)
     step = model.train_network
-    return {"weights": vector(step.weights), "updates": as_numpy(step.update_count), "seen": np.array(seen.rows)}
+    with step.averaged_weights():
+        averages = vector(step.weights)
+    values = {"weights": vector(step.weights), "averages": averages, "updates": as_numpy(step.update_count)}
+    return values | {"seen": np.array(seen.rows)}
 
 
 @eagerly()
@@ -101,10 +105,11 @@ def samples_of_updates(*ranks: Results) -> list[list[float]]:
 
 
 def assert_same_updates(got: list[Results], unbroken: list[Results], seen: int) -> None:
-    """The later updates have the same samples, to the last one, and the weights are equal to rounding."""
+    """The later updates have the same samples, to the last one; weights and averages are equal to rounding."""
     for results in got:
         assert results["updates"] == unbroken[0]["updates"] == UPDATES
-        assert relative_error(results["weights"], unbroken[0]["weights"]) < 1e-5
+        for name in ("weights", "averages"):
+            assert relative_error(results[name], unbroken[0][name]) < 1e-5
     expected = samples_of_updates(*unbroken)[seen // 16 :]
     here = samples_of_updates(*got)
     assert len(here) == len(expected)
