@@ -91,7 +91,6 @@ def main() -> int:
     chosen = chosen if options.sample is None else sample(chosen, options.sample, options.seed)
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
     jobs = len(os.sched_getaffinity(0))
-
     last = time.monotonic() + 60 * options.minutes
 
     def attempt(fault: Fault) -> bool | None:

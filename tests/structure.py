@@ -1,36 +1,18 @@
-"""The structure of the package, as ``python tests/structure.py`` prints it; test_structure.py allows no circle.
+"""The imports of the package, as ``python tests/structure.py`` prints them; test_structure.py allows no circle.
 
-* the longest chain of imports, in modules: how many files a reader may have to open to understand one;
-* the largest fan-out: how many modules of the package one module imports;
-* circles: modules that import themselves through others;
-* files of more than 300 lines, and the total number of lines.
-
-Imports that are only for type checkers count; those in a package's `__init__` do not.
+The longest chain of imports says how many files a reader may have to open to understand one. Imports that are only for
+type checkers count; those in a package's `__init__` do not.
 """
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import NamedTuple
 
 import grimp
 
 PACKAGE = Path(__file__).resolve().parents[1] / "gaccum_ms"
-LINES = 300
-LONG_BY_ITS_DOCSTRING = {"cell.py"}
 Imports = dict[str, set[str]]
-
-
-class Structure(NamedTuple):
-    """The numbers."""
-
-    chain: list[str]
-    packages: list[str]  # the longest chain of packages
-    fan_out: tuple[int, str]
-    circles: list[str]
-    long_files: dict[str, int]
-    lines: int
 
 
 def imports() -> Imports:
@@ -69,25 +51,7 @@ def longest_chain(imported: Imports) -> tuple[list[str], list[str]]:
     return list(max((chain(name) for name in sorted(imported)), key=len)), circles
 
 
-def structure() -> Structure:
-    imported = imports()
-    chain, circles = longest_chain(imported)
-    packages, circles_of_packages = longest_chain(of_packages(imported))
-    lines = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
-    return Structure(
-        chain=chain,
-        packages=packages,
-        fan_out=max((len(others), name) for name, others in imported.items()),
-        circles=circles + circles_of_packages,
-        long_files={name: n for name, n in lines.items() if n > LINES and name not in LONG_BY_ITS_DOCSTRING},
-        lines=sum(lines.values()),
-    )
-
-
 if __name__ == "__main__":
-    found = structure()
-    print(f"longest chain of imports: {len(found.chain)} modules: {' -> '.join(found.chain)}")
-    print(f"of packages: {' -> '.join(found.packages)}")
-    print(f"largest fan-out: {found.fan_out[0]} ({found.fan_out[1]})")
-    print(f"circles: {', '.join(found.circles) or 'none'}")
-    print(f"files of more than {LINES} lines: {found.long_files or 'none'}; lines in all: {found.lines}")
+    for kind, imported in (("modules", imports()), ("packages", of_packages(imports()))):
+        chain, circles = longest_chain(imported)
+        print(f"longest chain of {len(chain)} {kind}: {' -> '.join(chain)}; circles: {', '.join(circles) or 'none'}")

@@ -10,12 +10,7 @@ import pytest
 from mindspore import Tensor, nn, value_and_grad
 from mindspore.parallel.nn import GradAccumulation
 
-from gaccum_ms import (
-    GradAccumulationCell,
-    GradAccumulator,
-    TrainOneStepWithGradAccumulationCell,
-    audit,
-)
+from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, audit
 from tests.support.reference import batches, make_network
 
 
@@ -34,16 +29,18 @@ def loss_cell():
         ({"micro_size": 2, "max_grad_norm": float("nan")}, ValueError, "'max_grad_norm' must be positive, but got nan"),
         ({"micro_size": 2, "max_grad_norm": True}, TypeError, "'max_grad_norm' must be a float, but got True"),
         ({"micro_size": 2, "jit": 1}, TypeError, "'jit' must be a bool, but got 1"),
+        (
+            {"network": len, "micro_size": 2},
+            TypeError,
+            "'network' must be a Cell, but got 'builtin_function_or_method'",
+        ),
+        ({"micro_size": np.int64(0)}, ValueError, "'micro_size' must be at least 1, but got 0"),
+        ({"micro_size": np.float64(4)}, TypeError, "'micro_size' must be an int, but got 4"),
     ],
 )
 def test_refuses_bad_options(options, error, message):
     with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{message}"):
-        GradAccumulationCell(loss_cell(), **options)
-
-
-def test_refuses_a_network_that_is_no_cell():
-    with pytest.raises(TypeError, match="'network' must be a Cell, but got 'function'"):
-        GradAccumulationCell(lambda x: x, 2)
+        GradAccumulationCell(**{"network": loss_cell(), **options})
 
 
 def test_called_by_itself_it_is_the_network_and_never_trained_without_accumulating(pynative):
@@ -65,37 +62,29 @@ class Around(nn.Cell):
         setattr(self, attribute, {"cell": held, "tuple": (1, (held,)), "list": [held], "dict": {"a": held}}[attribute])
 
 
-INSIDE = {
-    "nn": lambda: nn.GradAccumulationCell(loss_cell(), 2),
-    "parallel.nn": lambda: GradAccumulation(loss_cell(), 2),
-    "ours": lambda: GradAccumulationCell(loss_cell(), 2),
-    "step": lambda: nn.TrainOneStepCell(network := loss_cell(), nn.SGD(network.trainable_params())),
-}
-
-
 @pytest.mark.parametrize(
-    ("kind", "attribute"), [("parallel.nn", None), ("step", None), ("nn", "cell"), ("nn", "tuple"), ("ours", "dict")]
+    ("make", "attribute"),
+    [
+        (GradAccumulation, None),
+        (lambda network, _: nn.TrainOneStepCell(network, nn.SGD(network.trainable_params())), None),
+        (nn.GradAccumulationCell, "cell"),
+        (nn.GradAccumulationCell, "tuple"),
+        (GradAccumulationCell, "dict"),
+    ],
 )
-def test_what_accumulates_by_itself_is_refused_inside(kind, attribute):
-    held = INSIDE[kind]()
+def test_what_accumulates_by_itself_is_refused_inside(make, attribute):
+    held = make(loss_cell(), 2)
     network = held if attribute is None else Around(Around(held, attribute), "list")
     with pytest.raises(ValueError, match=rf"the argument 'network' must .* is a '.*\.{type(held).__name__}'"):
         GradAccumulationCell(network, 2)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("micro_size", 8),
-        ("count", len),
-        ("network", loss_cell()),
-    ],
-)
+@pytest.mark.parametrize(("option", "value"), [("micro_size", 8), ("count", len), ("network", loss_cell())])
 def test_options_are_refused_once_a_step_is_built_with_them(option, value):
     cell = GradAccumulationCell(loss_cell(), 2)
     cell.micro_size = 4  # no step is built yet
     before = getattr(cell, option, None)
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    step = step_of(cell)
     with pytest.raises(AttributeError, match=f"For 'GradAccumulationCell', the option '{option}' must be set before"):
         setattr(cell, option, value)
     assert getattr(cell, option, None) == before
@@ -104,23 +93,20 @@ def test_options_are_refused_once_a_step_is_built_with_them(option, value):
     assert int(step.accumulation_steps.asnumpy()) == 2
 
 
-@pytest.mark.parametrize(
-    ("assigned", "error", "message"),
-    [
-        ({"micro_batch_size": 2}, ValueError, "exactly one of 'micro_size'"),
-        ({"reduction": "Mean"}, ValueError, "'reduction' must be one of"),
-        ({"overflow": "drop_micro_batch", "loss_weights": (1.0, 0.5)}, ValueError, "divides what is left by its count"),
-    ],
-)
-def test_assigned_options_are_checked_when_a_step_is_built(assigned, error, message):
-    cell = GradAccumulationCell(loss_cell(), 2)
-    for option, value in assigned.items():
-        setattr(cell, option, value)
-    with pytest.raises(error, match=message):
-        TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+def test_assigned_options_are_checked_when_a_step_is_built():
+    for assigned, message in (
+        ({"micro_batch_size": 2}, "exactly one of 'micro_size'"),
+        ({"reduction": "Mean"}, "'reduction' must be one of"),
+        ({"overflow": "drop_micro_batch", "loss_weights": (1.0, 0.5)}, "divides what is left by its count"),
+    ):
+        cell = GradAccumulationCell(loss_cell(), 2)
+        for option, value in assigned.items():
+            setattr(cell, option, value)
+        with pytest.raises(ValueError, match=message):
+            step_of(cell)
     cell = GradAccumulationCell(loss_cell(), 2)
     cell.micro_size, cell.micro_batch_size = None, 2  # one after the other
-    assert TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).micro_batch_size == 2
+    assert step_of(cell).micro_batch_size == 2
 
 
 def test_mindspores_own_training_steps_refuse_it():
@@ -131,17 +117,10 @@ def test_mindspores_own_training_steps_refuse_it():
             step(cell, optimizer)
 
 
-# -- what a user may do with a cell before it is trained ---------------------------------------------------------------
-
-
 def test_sizes_may_be_numbers_of_numpy():
     cell = GradAccumulationCell(loss_cell(), np.int64(4), accumulation_steps=np.int32(2), max_grad_norm=np.float32(0.5))
     types = [type(one) for one in (cell.micro_size, cell.accumulation_steps, cell.max_grad_norm)]
     assert types == [int, int, float]
-    with pytest.raises(ValueError, match="'micro_size' must be at least 1, but got 0"):
-        GradAccumulationCell(loss_cell(), np.int64(0))
-    with pytest.raises(TypeError, match="'micro_size' must be an int, but got 4"):
-        GradAccumulationCell(loss_cell(), np.float64(4))
 
 
 class Square(nn.Cell):
@@ -155,8 +134,12 @@ class Square(nn.Cell):
         return self.dense(x * (1 + 2**-12)).astype(ms.float32).mean()
 
 
+def step_of(cell):
+    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+
+
 def trained(cell, convert_step=lambda step: step):
-    step = TrainOneStepWithGradAccumulationCell(cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    step = step_of(cell)
     assert convert_step(step) is step
     x = Tensor(np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32))
     found = [float(step(x)) for _ in range(3)]
@@ -197,15 +180,11 @@ def test_a_copy_has_a_network_of_its_own_and_no_step(pynative):
 def test_a_name_of_another_package_is_an_error_that_names_ours():
     network = loss_cell()
     optimizer = nn.SGD(network.trainable_params(), 0.1)
+    of_step = GradAccumulationCell(network, 2), optimizer
     for make, arguments, name, ours in (
         (GradAccumulationCell, (network,), "per_device_train_batch_size", "micro_batch_size"),
         (GradAccumulator, (optimizer,), "lr_scheduler", "scheduler"),
-        (
-            TrainOneStepWithGradAccumulationCell,
-            (GradAccumulationCell(network, 2), optimizer),
-            "gradient_accumulation_steps",
-            "accumulation_steps",
-        ),
+        (TrainOneStepWithGradAccumulationCell, of_step, "gradient_accumulation_steps", "accumulation_steps"),
     ):
         given = rf"For '{make.__name__}', the argument '{name}' must be given as '{ours}', but got .* Give .*{ours}=4"
         with pytest.raises(TypeError, match=given):

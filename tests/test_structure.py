@@ -10,20 +10,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell
-from tests.structure import PACKAGE, longest_chain, structure
+from tests.structure import PACKAGE, imports, longest_chain, of_packages
+from tests.support.reference import make_step
 
 
-def test_no_import_is_circular():
-    assert structure().circles == []
-
-
-def test_the_longest_chain_of_packages_is_short():
-    found = structure()
-    assert len(found.packages) <= 12, found.packages
-
-
-def test_chains_and_circles_of_a_small_package():
+def test_no_import_is_circular_and_the_longest_chain_of_packages_is_short():
+    imported = imports()
+    packages, circles = longest_chain(of_packages(imported))
+    assert circles == longest_chain(imported)[1] == []
+    assert len(packages) <= 12, packages
     assert longest_chain({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == (["a", "b", "c"], [])
     assert longest_chain({"a": {"b"}, "b": {"a"}})[1] == ["b -> a"]
 
@@ -49,9 +44,8 @@ def test_a_plain_step_runs_through_the_files_that_the_architecture_names():
 
     ms.set_context(mode=ms.PYNATIVE_MODE)  # Python then runs the code that graph mode compiles
     network = nn.Dense(3, 2)
-    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    with_loss = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    step = make_step(with_loss, lambda weights: nn.Momentum(weights, 0.1, 0.9), micro_size=2)
     batch = ms.Tensor(np.ones((4, 3), np.float32)), ms.Tensor(np.zeros(4, np.int32))
     step(*batch)
     step.called_by_python = True  # as during a call: else it is within a graph of the user's, and copies its inputs
@@ -61,9 +55,8 @@ def test_a_plain_step_runs_through_the_files_that_the_architecture_names():
     finally:
         sys.setprofile(None)
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    named = re.findall(
-        r"(\w+\.py)`", text[text.index("To follow a plain step, read") : text.index("`test_structure.py` watches")]
-    )
+    paragraph = text[text.index("To follow a plain step, read") : text.index("`test_structure.py` watches")]
+    named = re.findall(r"(\w+\.py)`", paragraph)
     assert len(named) == 6  # the step, and five of accumulation/
     # Nothing on most devices; the copies of a network that draws random numbers, of which there are none here; and the
     # advice, which a compilation may give.

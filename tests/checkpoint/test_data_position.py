@@ -30,28 +30,22 @@ def make_generator(shuffle: bool = False) -> Any:
     return GeneratorDataset(list(zip(X, X, strict=True)), ["x", "y"], shuffle=shuffle).batch(2).repeat(1)
 
 
-class Accumulated:
+def stepped() -> tuple[Any, Callable]:
+    """What resumes, and what trains on a batch."""
+    step = make_step(Line(1.0), lambda weights: nn.SGD(weights, 0.01), accumulation_steps=4)
+    return step, step
+
+
+def accumulated() -> tuple[Any, Callable]:
     """A hand-written training: a function computes gradients for a GradAccumulator."""
-
-    def __init__(self) -> None:
-        network = Line(1.0)
-        self.trainer = GradAccumulator(nn.SGD(network.trainable_params(), 0.01), 4)
-        self.gradients = ms.value_and_grad(network, None, network.trainable_params())
-
-    def __call__(self, x, y):
-        self.trainer(self.gradients(x, y)[1])
-
-
-class Stepped:
-    def __init__(self) -> None:
-        self.trainer = make_step(Line(1.0), lambda weights: nn.SGD(weights, 0.01), accumulation_steps=4)
-
-    def __call__(self, x, y):
-        self.trainer(x, y)
+    network = Line(1.0)
+    accumulator = GradAccumulator(nn.SGD(network.trainable_params(), 0.01), 4)
+    gradients = ms.value_and_grad(network, None, network.trainable_params())
+    return accumulator, lambda x, y: accumulator(gradients(x, y)[1])
 
 
 @functools.cache
-def shared(kind: type) -> Any:
+def shared(kind: Callable) -> tuple[Any, Callable]:
     """One model for all tests: it can resume at any time."""
     return kind()
 
@@ -95,31 +89,31 @@ def checkpoints(tmp_path_factory):
     """Checkpoints after numbers of batches, for each kind of training."""
     folder, files = tmp_path_factory.mktemp("checkpoints"), {}
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    for kind, saved in ((Stepped, (2, 6, 8, 15)), (Accumulated, (8,))):
-        train_on = shared(kind)
+    for kind, saved in ((stepped, (2, 6, 8, 15)), (accumulated, (8,))):
+        trainer, train_on = shared(kind)
         batches = [batch for _ in range(EPOCHS) for batch in make_data_set()]
         for number, batch in enumerate(batches[: saved[-1]], start=1):
             train_on(*batch)
             if number in saved:
                 files[kind, number] = str(folder / f"{kind.__name__}-{number}.ckpt")
-                ms.save_checkpoint(train_on.trainer, files[kind, number])
+                ms.save_checkpoint(trainer, files[kind, number])
     return files
 
 
 @pytest.mark.parametrize(
     ("kind", "loop", "saved", "make"),
     [
-        (Stepped, tuples, 6, make_data_set),
-        (Accumulated, dicts, 8, make_data_set),
-        (Stepped, tuples, 2, make_generator),
-        (Stepped, one_iterator, 15, make_generator),
+        (stepped, tuples, 6, make_data_set),
+        (accumulated, dicts, 8, make_data_set),
+        (stepped, tuples, 2, make_generator),
+        (stepped, one_iterator, 15, make_generator),
     ],
 )
 def test_a_resumed_loop_sees_what_the_uninterrupted_one_would_have(kind, loop, saved, make, checkpoints):
     whole = train(lambda *_: None, one_iterator if loop is one_iterator else tuples, make(shuffle=True))
     assert len({tuple(epoch) for epoch in whole}) == (EPOCHS if loop is one_iterator else 1)
-    train_on, data_set = shared(kind), make(shuffle=True)
-    finished = resume(train_on.trainer, checkpoints[kind, saved], data_set)
+    (trainer, train_on), data_set = shared(kind), make(shuffle=True)
+    finished = resume(trainer, checkpoints[kind, saved], data_set)
     assert finished == saved // SIZE
     expected = [whole[finished][saved % SIZE :], *whole[finished + 1 :]]
     assert train(train_on, loop, data_set, finished) == expected
@@ -127,8 +121,8 @@ def test_a_resumed_loop_sees_what_the_uninterrupted_one_would_have(kind, loop, s
 
 
 def test_model_train_after_a_resumed_loop_begins_at_the_beginning(checkpoints):
-    step, data_set, monitor = shared(Stepped).trainer, make_data_set(), WindowMonitor()
-    resume(step, checkpoints[Stepped, 2], data_set)
+    (step, _), data_set, monitor = shared(stepped), make_data_set(), WindowMonitor()
+    resume(step, checkpoints[stepped, 2], data_set)
     for batch in data_set.create_tuple_iterator():
         step(*batch)
     ms.Model(step).train(2, data_set, callbacks=[monitor, FlushAccumulation()])
@@ -139,16 +133,16 @@ def test_model_train_after_a_resumed_loop_begins_at_the_beginning(checkpoints):
 
 def test_model_fit_that_evaluates_on_the_data_set_it_resumes_flushes_at_its_epochs_ends(checkpoints):
     evaluated = nn.WithEvalCell(nn.Identity(), nn.MSELoss())
-    model = ms.Model(shared(Stepped).trainer, eval_network=evaluated, metrics={"mse"}, eval_indexes=[0, 1, 2])
+    model = ms.Model(shared(stepped)[0], eval_network=evaluated, metrics={"mse"}, eval_indexes=[0, 1, 2])
     data_set, monitor = make_data_set(), WindowMonitor()
-    resume(model, checkpoints[Stepped, 2], data_set)
+    resume(model, checkpoints[stepped, 2], data_set)
     model.fit(2, data_set, data_set, callbacks=[monitor, FlushAccumulation()], dataset_sink_mode=False)
     assert [(record.epoch, record.batches) for record in monitor.records] == [(1, 4), (1, 2), (2, 4), (2, 2)]
 
 
 def test_an_iterator_of_fewer_epochs_than_are_finished_is_refused(checkpoints):
-    step, data_set = shared(Stepped).trainer, make_data_set()
-    resume(step, checkpoints[Stepped, 15], data_set)
+    (step, _), data_set = shared(stepped), make_data_set()
+    resume(step, checkpoints[stepped, 15], data_set)
     message = r"'num_epochs' of 'create_tuple_iterator' must be .* but got 2 where 2 are finished"
     with pytest.raises(ValueError, match=message):
         data_set.create_tuple_iterator(num_epochs=2)

@@ -22,10 +22,10 @@ from tests.support.state import assert_identical, everything
 pytestmark = pytest.mark.usefixtures("pynative")
 
 
-def make_step():
+def make_step(**options):
     network = make_network("dense")
     loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
-    return accumulated(micro_size=2)(loss_cell, OPTIMIZERS["momentum"](network.trainable_params()))
+    return accumulated(**(options or {"micro_size": 2}))(loss_cell, OPTIMIZERS["momentum"](network.trainable_params()))
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,6 @@ def three(tmp_path_factory) -> tuple[Path, dict]:
     return folder, states
 
 
-def test_resume_takes_the_newest_of_a_folder(three):
-    folder, states = three
-    step = make_step()
-    assert resume(step, folder) == 0
-    assert_identical(everything(step), states["net-1_3.safetensors"])
-    assert len(list(folder.iterdir())) == 3, "nothing is set aside"
-
-
 def test_an_empty_folder_is_the_beginning_and_one_with_nothing_that_can_be_read_is_refused(tmp_path):
     """Training from the beginning would soon delete what is there."""
     step = make_step()
@@ -62,31 +54,17 @@ def test_an_empty_folder_is_the_beginning_and_one_with_nothing_that_can_be_read_
         resume(step, tmp_path)
 
 
-def test_of_equal_times_the_numbers_in_the_names_decide(three, tmp_path):
+def test_the_newest_of_a_folder_is_taken_and_of_equal_times_the_numbers_in_the_names_decide(three, tmp_path):
     folder, states = three
+    step = make_step()
+    assert resume(step, folder) == 0
+    assert_identical(everything(step), states["net-1_3.safetensors"])
+    assert len(list(folder.iterdir())) == 3, "nothing is set aside"
     for name, number in (("net-1_1.ckpt", 9), ("net-1_2.ckpt", 10)):
         (tmp_path / f"net-1_{number}.ckpt").write_bytes((folder / name).read_bytes())
         os.utime(tmp_path / f"net-1_{number}.ckpt", (5, 5))
-    step = make_step()
     resume(step, tmp_path)
     assert_identical(everything(step), states["net-1_2.ckpt"])
-
-
-def test_what_is_not_whole_is_passed_over_and_what_a_killed_process_was_writing_is_removed(three, tmp_path):
-    folder, states = three
-    whole = (folder / "net-1_2.ckpt").read_bytes()
-    (tmp_path / "net-1_2.ckpt").write_bytes(whole)
-    os.utime(tmp_path / "net-1_2.ckpt", (5, 5))
-    (tmp_path / "net-1_3.ckpt").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "net-1_4.ckpt").write_bytes(b"")
-    (tmp_path / "net_1-1_5.tmp").write_bytes(whole)
-    (tmp_path / "mine.tmp").write_bytes(whole)
-    step = make_step()
-    with pytest.warns(UserWarning, match=r"net-1_[34].ckpt' is passed over") as warned:
-        resume(step, tmp_path)
-    assert [one.filename for one in warned] == [__file__] * 2
-    assert_identical(everything(step), states["net-1_2.ckpt"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.tmp", *(f"net-1_{n}.ckpt" for n in (2, 3, 4))]
 
 
 def test_what_another_rank_lacks_is_set_aside(three, tmp_path, monkeypatch):
@@ -111,15 +89,9 @@ def test_what_ranks_agree_on():
     assert AHEAD == 2
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------
-
-
 def open_window(file: Path, checksum: bool) -> tuple:
     """A step with much state, three batches into a window, and its state. It is saved as the file."""
-    network = make_network("dense")
-    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
-    make = accumulated(accumulation_steps=4, accumulators=Accumulators(ms.float16, compensated=True))
-    step = make(loss_cell, OPTIMIZERS["momentum"](network.trainable_params()))
+    step = make_step(accumulation_steps=4, accumulators=Accumulators(ms.float16, compensated=True))
     for batch in batches(8, 3):
         step(*map(Tensor, batch))
     ms.save_checkpoint(step, str(file), format=file.suffix[1:], crc_check=checksum)
@@ -178,20 +150,24 @@ def test_a_file_with_a_checksum_is_read_as_it_was_or_not_whatever_byte_is_lost_o
         assert not cuts
 
 
-def test_a_folder_whose_newest_files_are_damaged_goes_on_from_the_newest_that_is_not(tmp_path):
-    """Cut between two records, a dangling link, a folder, weights alone, and one byte of a type's name changed."""
+def test_what_is_not_whole_is_passed_over_and_what_a_killed_process_was_writing_is_removed(tmp_path):
+    """Cut between two records or elsewhere, empty, one byte of a type's name changed, a dangling link, a folder, and
+    weights alone."""
     step, state = open_window(tmp_path / "net-1_3.ckpt", True)
     content = (tmp_path / "net-1_3.ckpt").read_bytes()
-    half = sorted(borders(content))[-3]
-    others = {"net-1_4.ckpt": content[:half], "net-1_5.ckpt": content.replace(b"Float32", b"Fkoat32", 1)}
-    for name, damage in others.items():
-        (tmp_path / name).write_bytes(damage)
-        os.utime(tmp_path / name, (2**31, 2**31))
-    (tmp_path / "net-1_6.ckpt").symlink_to(tmp_path / "missing.ckpt")
-    (tmp_path / "net-1_7.ckpt").mkdir()
-    ms.save_checkpoint(make_network("dense"), str(tmp_path / "net-1_8.ckpt"))
+    cuts = [content[: sorted(borders(content))[-3]], content[: len(content) // 2], b""]
+    for number, damage in enumerate([*cuts, content.replace(b"Float32", b"Fkoat32", 1)], start=4):
+        (tmp_path / f"net-1_{number}.ckpt").write_bytes(damage)
+        os.utime(tmp_path / f"net-1_{number}.ckpt", (2**31, 2**31))
+    (tmp_path / "net-1_8.ckpt").symlink_to(tmp_path / "missing.ckpt")
+    (tmp_path / "net-1_9.ckpt").mkdir()
+    ms.save_checkpoint(make_network("dense"), str(tmp_path / "net-1_10.ckpt"))
+    (tmp_path / "net_1-1_5.tmp").write_bytes(content)
+    (tmp_path / "mine.tmp").write_bytes(content)
     step(*map(Tensor, batches(8, 1)[0]))  # its state is then another
     with pytest.warns(UserWarning, match="is passed over") as warned:
         resume(step, tmp_path)
-    assert len(warned) == 5
+    assert [one.filename for one in warned] == [__file__] * 7
     assert_identical(everything(step), state)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"mine.tmp", *(f"net-1_{number}.ckpt" for number in range(3, 11))}

@@ -52,11 +52,8 @@ def checkpoint(ranks: int, steps: int, seen: int, data_set: Any = None, rule: st
 def counted(values: Any, ranks: int, steps: int, data_set: Any) -> Any:
     record: Any = SimpleNamespace(ranks=ranks, own_steps=steps)
     got = counted_here([(Path("net.ckpt"), values)], values, record, data_set)
-    return {name: int(got[own(name)]) for name in ("batch_count", "window_position", "window_steps", "rate_steps")} | {
-        "added": int(got[own("window_sums")][BATCHES]),
-        "accumulation_steps": int(got[own("accumulation_steps")]),
-        "epoch_batches": int(got[own("epoch_batches")]),
-    }
+    names = ("batch_count", "window_position", "window_steps", "rate_steps", "accumulation_steps", "epoch_batches")
+    return {name: int(got[own(name)]) for name in names} | {"added": int(got[own("window_sums")][BATCHES])}
 
 
 def warning_of(*arguments: Any) -> str:
@@ -76,8 +73,7 @@ FORMS = {"larger batches": lambda ranks: (8 // ranks, 2), "more batches": lambda
 def test_other_ranks_go_on_at_the_same_sample_of_the_same_window(form, saved, ranks):
     """Half a window after the first epoch, without a warning."""
     batch, steps = FORMS[form](saved)
-    seen = (SAMPLES + 8) // (saved * batch)
-    values = checkpoint(saved, steps, seen, slices(batch, saved))
+    values = checkpoint(saved, steps, (SAMPLES + 8) // (saved * batch), slices(batch, saved))
     batch, steps = FORMS[form](ranks)
     assert counted(values, ranks, steps, slices(batch, ranks)) == {
         "batch_count": (SAMPLES + 8) // (ranks * batch),
@@ -96,53 +92,48 @@ def test_a_number_of_batches_that_a_schedule_has_set_is_that_of_all_ranks():
     assert (got["accumulation_steps"], got["rate_steps"]) == (12, 12)
 
 
-def test_a_smaller_last_batch_is_warned_of_where_windows_then_end_elsewhere():
-    values = checkpoint(2, 4, 4, slices(4, 2, 20))
-    with pytest.warns(UserWarning, match="an epoch's 20 samples are no whole batches"):
-        assert counted(values, 1, 8, slices(4, 1, 20))["batch_count"] == 5 + 2
-
-
 @pytest.mark.parametrize(
-    ("values", "ranks", "steps", "data_set", "message"),
+    ("make", "message"),
     [
         # A rank of four repeats samples, so that all have equally many.
-        (lambda: checkpoint(4, 2, 2, slices(2, 4, 42)), 2, 2, lambda: slices(4, 2, 42), "42 samples .*, and 44"),
-        (lambda: checkpoint(2, 2, 2, slices(4, 2)), 1, 2, lambda: slices(8, 1, 96), "got 12 .* 6 .*: 96 .*, and 48"),
+        (lambda: (checkpoint(4, 2, 2, slices(2, 4, 42)), 2, 2, slices(4, 2, 42)), "42 samples .*, and 44"),
+        (lambda: (checkpoint(2, 2, 2, slices(4, 2)), 1, 2, slices(8, 1, 96)), "got 12 .* 6 .*: 96 .*, and 48"),
         # Sixteen samples are seen, and eight together.
-        (lambda: checkpoint(2, 1, 3, slices(2, 2)), 1, 2, lambda: slices(8, 1), r"\[3\] .*: 12 samples .*, and 8 in"),
+        (lambda: (checkpoint(2, 1, 3, slices(2, 2)), 1, 2, slices(8, 1)), r"\[3\] .*: 12 samples .*, and 8 in"),
         # One batch of two is half a window of each of two ranks, and so a quarter of theirs.
-        (lambda: checkpoint(1, 4, 1), 2, 2, lambda: None, "'window_position' of 1, .* 0.5"),
+        (lambda: (checkpoint(1, 4, 1), 2, 2, None), "'window_position' of 1, .* 0.5"),
     ],
     ids=["samples that ranks repeat", "another data set", "batches", "window"],
 )
-def test_what_does_not_divide_is_refused_with_both_numbers(values, ranks, steps, data_set, message):
+def test_what_does_not_divide_is_refused_with_both_numbers(make, message):
     with pytest.raises(ValueError, match=f"^For 'resume', .*{message}"):
-        counted(values(), ranks, steps, data_set())
+        counted(*make())
 
 
 @pytest.mark.parametrize(
-    ("values", "arguments", "message"),
+    ("make", "message"),
     [
         (
-            lambda: checkpoint(2, 4, 4, slices(4, 2)),
-            lambda: (1, 4, slices(4, 1)),
+            lambda: (checkpoint(2, 4, 4, slices(4, 2)), 1, 4, slices(4, 1)),
             "an update has 16 samples, 4 batch(es) of 4 on each of 1 rank(s), where it had 32 samples, 4 batch(es) of",
         ),
         (
-            lambda: checkpoint(2, 2, 4, slices(4, 2)),
-            lambda: (1, 2, slices(8, 1).shuffle(9)),
+            lambda: (checkpoint(2, 2, 4, slices(4, 2)), 1, 2, slices(8, 1).shuffle(9)),
             "'shuffle' orders the samples of each rank alone",
         ),
         (
-            lambda: checkpoint(2, 1, 4, epoch_batches=0),
-            lambda: (1, 1, slices(4, 1)),
+            lambda: (checkpoint(2, 1, 4, epoch_batches=0), 1, 1, slices(4, 1)),
             "the checkpoint does not say how large a batch was",
         ),
+        (
+            lambda: (checkpoint(2, 4, 4, slices(4, 2, 20)), 1, 8, slices(4, 1, 20)),
+            "an epoch's 20 samples are no whole batches",
+        ),
     ],
-    ids=["update", "order", "nothing known"],
+    ids=["update", "order", "nothing known", "a smaller last batch"],
 )
-def test_one_warning_says_in_what_the_next_updates_differ(values, arguments, message):
-    assert message in warning_of(values(), *arguments())
+def test_one_warning_says_in_what_the_next_updates_differ(make, message):
+    assert message in warning_of(*make())
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,7 @@ import pytest
 from mindspore import Tensor, nn, train
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import (
-    Accumulators,
-    CountMask,
-    FlushAccumulation,
-    TrainOneStepWithGradAccumulationCell,
-    resume,
-)
+from gaccum_ms import Accumulators, CountMask, FlushAccumulation, TrainOneStepWithGradAccumulationCell, resume
 from gaccum_ms.record.run_record import OF_DATA_SET
 from tests.checkpoint import resume_worker
 from tests.checkpoint.resume_worker import BATCHES, EPOCHS, Seen, everything, make_data_set, make_model
@@ -44,17 +38,9 @@ def edited(source: Path, target: Path, edit) -> Path:
     return target
 
 
-def losing(*prefixes: str):
-    """An edit that removes entries with these prefixes."""
-
-    def edit(values):
-        for name in [name for name in values if name.startswith(prefixes)]:
-            del values[name]
-
-    return edit
-
-
-# -- a whole training, by ms.Model -------------------------------------------------------------------------------------
+def losing(prefix: str):
+    """An edit that removes the entries with this prefix."""
+    return lambda values: [values.pop(name) for name in list(values) if name.startswith(prefix)]
 
 
 class Reference(NamedTuple):
@@ -63,13 +49,8 @@ class Reference(NamedTuple):
     model: ms.Model
     folder: Path
     start: Path
-    rows: list[list]
-    inputs: list[bytes]
+    seen: Seen
     end: dict[str, np.ndarray]
-
-    def checkpoint(self, batch: int) -> Path:
-        epoch, number = (batch - 1) // BATCHES + 1, (batch - 1) % BATCHES + 1
-        return next(self.folder.glob(f"net-{epoch}_{number}.*"))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +70,7 @@ def references(tmp_path_factory):
             saving = train.ModelCheckpoint("net", str(folder), config)
             model.train(EPOCHS, make_data_set(), callbacks=[*callbacks, seen, saving])
             end = everything(model.train_network)
-            made[len(callbacks)] = Reference(model, folder, start, seen.rows, seen.inputs, end)
+            made[len(callbacks)] = Reference(model, folder, start, seen, end)
         return made[len(callbacks)]
 
     return reference
@@ -102,21 +83,21 @@ def test_resumed_after_any_batch_is_bit_identical(references, callbacks, places)
     """After each position in a window, and an epoch's last batch; for "flushed", in the tail. The outputs, inputs and
     digest of all Parameters are equal for every later batch, without any compilation. The loss scale has gone down and
     up, and data are shuffled anew in each epoch."""
-    reference = references(*callbacks)
-    assert [row[0] for row in reference.rows] == list(range(1, LAST + 1))
-    scales = [float.fromhex(row[3]) for row in reference.rows]
+    model, folder, start, whole, end = references(*callbacks)
+    assert [row[0] for row in whole.rows] == list(range(1, LAST + 1))
+    scales = [float.fromhex(row[3]) for row in whole.rows]
     assert {after / before for before, after in itertools.pairwise(scales)} == {0.5, 1.0, 2.0}
-    assert len(set(reference.inputs)) == LAST
-    model = reference.model
+    assert len(set(whole.inputs)) == LAST
     compiled = len(model.train_network.compile_cache)
     for batch in places:
-        resume(model, reference.start)
+        resume(model, start)
         data_set, seen = make_data_set(), Seen()
-        finished = resume(model, reference.checkpoint(batch), data_set)
+        (checkpoint,) = folder.glob(f"net-{(batch - 1) // BATCHES + 1}_{(batch - 1) % BATCHES + 1}.*")
+        finished = resume(model, checkpoint, data_set)
         model.train(EPOCHS, data_set, callbacks=[*callbacks, seen], initial_epoch=finished)
-        assert seen.rows == reference.rows[batch:], batch
-        assert seen.inputs == reference.inputs[batch:], batch
-        assert_identical(everything(model.train_network), reference.end)
+        assert seen.rows == whole.rows[batch:], batch
+        assert seen.inputs == whole.inputs[batch:], batch
+        assert_identical(everything(model.train_network), end)
     assert len(model.train_network.compile_cache) == compiled
 
 
@@ -133,11 +114,8 @@ def test_killed_by_kill_9_is_bit_identical(references, tmp_path):
             assert (folder / "end.npz").exists() == (not kill_after)
             checkpoint = [max((folder / "saved").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)]
             rows += [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
-            assert rows == reference.rows[: kill_after or LAST]
+            assert rows == reference.seen.rows[: kill_after or LAST]
     assert_identical(dict(np.load(folder / "end.npz")), reference.end)
-
-
-# -- a step called by hand ---------------------------------------------------------------------------------------------
 
 
 def make_step(optimizer="sgd", factor=1.0, **options) -> TrainOneStepWithGradAccumulationCell:
@@ -167,21 +145,20 @@ def run(step, numbers, masked=False) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def in_mid_window(tmp_path_factory):
+def by_rule(tmp_path_factory) -> dict[str, Path]:
     """Checkpoints after three batches of a window of four, in which batches weigh by samples or by counts."""
-    made = {}
+    files = {rule: tmp_path_factory.mktemp(rule) / "three_of_four.ckpt" for rule in ("samples", "counts")}
+    with eagerly():
+        for rule, file in files.items():
+            step = make_step(accumulation_steps=4, micro_size=2, count=CountMask() if rule == "counts" else None)
+            run(step, range(3), rule == "counts")
+            ms.save_checkpoint(step, str(file))
+    return files
 
-    @eagerly()
-    def file(name: str = "samples") -> Path:
-        if name not in made:
-            count = {"count": CountMask()} if name == "counts" else {}
-            step = make_step(accumulation_steps=4, micro_size=2, **count)
-            run(step, range(3), name == "counts")
-            made[name] = tmp_path_factory.mktemp(name) / "three_of_four.ckpt"
-            ms.save_checkpoint(step, str(made[name]))
-        return made[name]
 
-    return file
+@pytest.fixture
+def in_mid_window(by_rule) -> Path:
+    return by_rule["samples"]
 
 
 @eagerly()
@@ -207,7 +184,7 @@ def assert_updates(step, windows: list[list[int]], tolerance: float, masked: boo
 def test_a_window_goes_on_by_its_own_number_of_batches_in_a_cell_of_longer_windows(in_mid_window, pynative):
     """It was begun by micro_size=2, with batches of 6, 4 and 7 samples; here a batch of 5 ends it."""
     step = make_step(factor=0.0, micro_batch_size=2, accumulation_steps=8)
-    resume(step, in_mid_window())
+    resume(step, in_mid_window)
     assert int(step.window_position.asnumpy()) == 3
     run(step, [3])
     assert int(step.update_count.asnumpy()) == 1
@@ -216,10 +193,10 @@ def test_a_window_goes_on_by_its_own_number_of_batches_in_a_cell_of_longer_windo
     assert_updates(step, [[0, 1, 2, 3]], 1e-4)
 
 
-def test_a_window_goes_on_by_its_true_counts_in_a_cell_of_single_batches(in_mid_window):
+def test_a_window_goes_on_by_its_true_counts_in_a_cell_of_single_batches(by_rule):
     """It was begun in PyNative mode, and ends in graph mode; the next window has one batch."""
     step = make_step(factor=0.0, micro_batch_size=2, count=CountMask())
-    resume(step, in_mid_window("counts"))
+    resume(step, by_rule["counts"])
     run(step, [3, 4], masked=True)
     assert int(step.update_count.asnumpy()) == 2
     assert_updates(step, [[0, 1, 2, 3], [4]], 1e-4, masked=True)
@@ -238,9 +215,6 @@ def test_a_step_saved_by_hand_goes_on_bit_identically(tmp_path):
         assert run(step, range(6, 12)) == losses
         assert_identical(everything(step), end)
         assert len(step.compile_cache) == 1
-
-
-# -- checkpoints that cannot be resumed are refused, and nothing changes -----------------------------------------------
 
 
 def claiming(**numbers):
@@ -270,13 +244,9 @@ def assert_refused(step, action, error, message) -> None:
         (claiming(window_rule=4), "must have the whole sums, but got one .* with sharded accumulators"),
         (claiming(rate_factor=3), r"must be without a factor of AdaScale, .* with the rate times 3\."),
     ],
-    ids=[
-        *("another rank", "missing weight", "missing sum", "missing end", "other kind", "other shape"),
-        *("other dataset", "sharded", "rate factor"),
-    ],
 )
 def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, message):
-    file = edited(in_mid_window(), tmp_path / "edited.ckpt", edit)
+    file = edited(in_mid_window, tmp_path / "edited.ckpt", edit)
     step, data_set = make_step(), plain_data_set(6)
     of_data_set = (data_set,) if "epoch" in message else ()
     message = f"For '(resume|TrainOneStep.*)', .*{message}"
@@ -284,26 +254,19 @@ def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, messa
     assert data_set.get_init_step() == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_mindspore_loaded_is_refused_at_the_first_call_and_every_other(in_mid_window):
+    for options, message in (
         ({"micro_size": 2}, r"3 batch\(es\) after its beginning.* accumulation_steps=4 and .* accumulation_steps=1"),
-        (
-            {"micro_size": 2, "accumulation_steps": 4, "count": CountMask()},
-            "a checkpoint whose micro-batches weigh by samples, where here they weigh by counts",
-        ),
-    ],
-    ids=["no accumulation_steps", "another rule"],
-)
-def test_what_mindspore_loaded_is_refused_at_the_first_call_and_every_other(in_mid_window, options, message):
-    step = make_step(**options)
-    ms.load_param_into_net(step, ms.load_checkpoint(str(in_mid_window())))
-    for _ in range(2):
-        assert_refused(step, lambda: run(step, [3]), ValueError, f"For 'TrainOneStepWith.*{message}")
+        ({"accumulation_steps": 4, "count": CountMask()}, "micro-batches weigh by samples, where here they .* counts"),
+    ):
+        step = make_step(**options)
+        ms.load_param_into_net(step, ms.load_checkpoint(str(in_mid_window)))
+        for _ in range(2):
+            assert_refused(step, lambda step=step: run(step, [3]), ValueError, f"For 'TrainOneStepWith.*{message}")
 
 
 def test_what_mindspore_loads_into_a_step_that_has_run_is_refused_too(in_mid_window, tmp_path, pynative):
-    file = edited(in_mid_window(), tmp_path / "edited.ckpt", claiming(window_origin=[1, 2]))
+    file = edited(in_mid_window, tmp_path / "edited.ckpt", claiming(window_origin=[1, 2]))
     step = make_step()
     run(step, [3])
     ms.load_param_into_net(step, ms.load_checkpoint(str(file)))
@@ -313,7 +276,7 @@ def test_what_mindspore_loads_into_a_step_that_has_run_is_refused_too(in_mid_win
 def test_files_of_different_updates_are_refused(in_mid_window, tmp_path):
     """For instance, checkpoints of two ranks from different times."""
     edits = [claiming(window_origin=[rank, 2], update_count=rank) for rank in range(2)]
-    files = [edited(in_mid_window(), tmp_path / f"{rank}.ckpt", edit) for rank, edit in enumerate(edits)]
+    files = [edited(in_mid_window, tmp_path / f"{rank}.ckpt", edit) for rank, edit in enumerate(edits)]
     step = make_step()
     assert_refused(step, lambda: resume(step, files), ValueError, r"must be of the same update, but got updates \[")
 
@@ -322,11 +285,9 @@ def test_resume_refuses_what_is_no_checkpoint_and_models_of_others(in_mid_window
     step = make_step()
     assert_refused(step, lambda: resume(step, []), ValueError, "'checkpoint' must be at least one file, but got none")
     assert_refused(step, lambda: resume(step, tmp_path / "no.ckpt"), ValueError, r"no\.ckpt")
-    file = in_mid_window()
-    both = [file, file]
-    assert_refused(
-        step, lambda: resume(step, both), ValueError, "different ranks of one run.* rank 0 of 1.* rank 0 of 1"
-    )
+    file = in_mid_window
+    message = "different ranks of one run.* rank 0 of 1.* rank 0 of 1"
+    assert_refused(step, lambda: resume(step, [file, file]), ValueError, message)
     other, link = tmp_path / "weights.bin", tmp_path / "latest"
     other.write_bytes(file.read_bytes())
     link.symlink_to(tmp_path / "gone")
@@ -335,10 +296,9 @@ def test_resume_refuses_what_is_no_checkpoint_and_models_of_others(in_mid_window
         assert_refused(step, lambda wrong=wrong: resume(step, wrong), ValueError, message)
     network = Regression()
     plain = nn.TrainOneStepCell(network, OPTIMIZERS["sgd"](network.trainable_params()))
+    message = r"must be a Model of a GradAccumulationCell.* but got '(TrainOneStepCell|Regression)'"
     for other in (plain, ms.Model(plain), ms.Model(network)):
-        with pytest.raises(
-            TypeError, match=r"must be a Model of a GradAccumulationCell.* but got '(TrainOneStepCell|Regression)'"
-        ):
+        with pytest.raises(TypeError, match=message):
             resume(other, file)
 
 
@@ -363,9 +323,7 @@ def test_weights_alone_are_refused_unless_the_optimizer_is_to_begin_anew(tmp_pat
     ms.save_checkpoint(network, str(file))
     step = make_step("adam", micro_size=2)
     run(step, [3])
-    message = (
-        r"the optimizer's state, but got '.*weights.ckpt' with weights alone.*load_param_into_net.*optimizer=False"
-    )
+    message = r"state, but got '.*weights.ckpt' with weights alone.*load_param_into_net.*optimizer=False"
     assert_refused(step, lambda: resume(step, file), ValueError, message)
     ms.save_checkpoint(make_step("sgd", micro_size=2), str(tmp_path / "sgd.ckpt"))
     message = "must have all parameters of the network and the optimizer's state, but got .* without .*beta1_power"
@@ -400,9 +358,6 @@ def test_without_the_optimizer_all_else_goes_on(tmp_path, pynative):
         resume(step, file, optimizer=1)
 
 
-# -- to and from trainings without accumulation ------------------------------------------------------------------------
-
-
 def plain_data_set(number=4):
     return NumpySlicesDataset(batches(5 * number, 1)[0], ["x", "y"], shuffle=False).batch(5)
 
@@ -426,7 +381,7 @@ def test_a_checkpoint_in_mid_window_loads_into_mindspores_own_step_and_into_the_
     network, bare = times(Regression(), 0), times(Regression(), 0)
     plain = nn.TrainOneStepCell(network, OPTIMIZERS["sgd"](network.trainable_params())).set_train()
     for cell in (plain, bare):
-        missing, extra = ms.load_param_into_net(cell, ms.load_checkpoint(str(in_mid_window())))
+        missing, extra = ms.load_param_into_net(cell, ms.load_checkpoint(str(in_mid_window)))
         assert not missing
         assert {"gaccum_ms.window_sums", "gaccum_ms.window_unit", "accu_grads.out"} <= set(extra)
     run(plain, [3])
@@ -449,9 +404,6 @@ def test_nothing_of_the_window_that_was_open_before_is_left_after_a_resume(tmp_p
     assert not any(as_numpy(p).any() for p in (*step.accu_grads, *compensations))
     run(step, [3, 4])
     assert_updates(step, [[3, 4]], 1e-4)
-
-
-# -- random numbers ----------------------------------------------------------------------------------------------------
 
 
 def test_the_default_generators_state_is_restored(tmp_path):

@@ -3,7 +3,7 @@
     python -m tests.end_to_end.long_training --batches 20000 --kills 10     in full; test_long_training.py: a short one
 
 Graph mode, windows of four batches, and all callbacks that go together. AdaptiveAccumulation does not: it chooses other
-windows, and its averages are not in checkpoints. Each process appends the memory that is allocated to a file.
+windows, and its averages are not in checkpoints.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,32 +28,17 @@ from mindspore import nn
 from mindspore.experimental import optim
 from mindspore.train import Callback, CheckpointConfig
 
-from gaccum_ms import (
-    AccumulationScheduler,
-    FlushAccumulation,
-    GradAccumulationCell,
-    GradNoiseScale,
-    ProgressBar,
-    TrainingMetrics,
-    UpdateCheckpoint,
-    UpdateScheduler,
-    WeightAverage,
-    WindowMonitor,
-    resume,
-)
-from tests.support import environment, paths
+import gaccum_ms
+from tests.support import environment
 
 BATCH, EPOCH, STEPS = 8, 250, 4  # samples of a batch; batches of an epoch, unless it is short, and of a window
 WARM_UP = 400  # batches of a process before its memory is compared
-EACH = 20  # batches between two looks at the memory
 TIME_LIMIT = 12 * 3600  # seconds, for a process
 
 
-_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-
-
 class MallInfo2(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def allocated() -> int:
@@ -85,69 +70,59 @@ def make_data_set(epoch: int) -> Any:
     return ms.dataset.NumpySlicesDataset((x, y), shuffle=True).batch(BATCH)
 
 
-class Memory(Callback):
-    """Writes the memory that is allocated, with the number of batches of this process."""
+class Watch(Callback):
+    """Notes the memory that is allocated after each batch. Kills the process within 20 ms of a batch's beginning: in
+    the batch, in a callback, or while a file is saved."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, kill_at: int) -> None:
         super().__init__()
-        self.file, self.batches = file, 0
-
-    def on_train_step_end(self, run_context):
-        self.batches += 1
-        if self.batches % EACH == 0:
-            with self.file.open("a") as file:
-                file.write(json.dumps([os.getpid(), self.batches, allocated()]) + "\n")
-
-
-class Kill(Callback):
-    """Kills the process within 20 ms of a batch's beginning: in the batch, in a callback, or while a file is saved."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__()
-        self.batch = batch
+        self.kill_at, self.memory = kill_at, list[int]()
 
     def on_train_step_begin(self, run_context):
-        if int(run_context.original_args().train_network.batch_count.asnumpy()) == self.batch:
-            delay = random.Random(self.batch).uniform(0, 0.02)
+        if int(run_context.original_args().train_network.batch_count.asnumpy()) == self.kill_at:
+            delay = random.Random(self.kill_at).uniform(0, 0.02)
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def on_train_step_end(self, run_context):
+        self.memory.append(allocated())
+
+    def growth(self) -> float:
+        """The slope of a line through the memory after the warm-up, in bytes a batch."""
+        memory = self.memory[WARM_UP:]
+        return float(np.polyfit(range(len(memory)), memory, 1)[0]) if len(memory) >= WARM_UP else 0.0
 
 
 def train(folder: Path, batches: int, updates: int, kill_at: int, epoch: int) -> None:
     """One process: go on from the newest checkpoint to the end, or to the batch at which it is killed."""
+    environment.of_tests()
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_seed(5)
     network = Classifier()
     optimizer = optim.AdamW(network.trainable_params(), lr=0.01)
-    cell = GradAccumulationCell(
-        network,
-        2,
-        accumulation_steps=STEPS,
-        aux=True,
-        max_grad_norm=1.0,
-        record_noise=True,
-        transforms=(WeightAverage(0.99),),
-    )
+    options = {"accumulation_steps": STEPS, "aux": True, "max_grad_norm": 1.0, "record_noise": True}
+    cell = gaccum_ms.GradAccumulationCell(network, 2, transforms=(gaccum_ms.WeightAverage(0.99),), **options)
     model, data_set = ms.Model(cell, optimizer=optimizer), make_data_set(epoch)
-    schedule = UpdateScheduler(optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9999))
+    schedule = gaccum_ms.UpdateScheduler(optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9999))
     config = CheckpointConfig(save_checkpoint_steps=1, keep_checkpoint_max=3)
+    watch = Watch(kill_at)
     accuracy = {"accuracy": lambda logits, y: (logits.argmax(axis=1) == y).mean()}
     with open(os.devnull, "w") as nowhere:
         callbacks = [
-            AccumulationScheduler({0: STEPS}),
-            FlushAccumulation(),
+            gaccum_ms.AccumulationScheduler({0: STEPS}),
+            gaccum_ms.FlushAccumulation(),
             schedule,
-            GradNoiseScale(),
-            WindowMonitor(folder / "windows.jsonl"),
-            TrainingMetrics(accuracy, show=False),
-            ProgressBar(nowhere, show=True),
-            UpdateCheckpoint(updates, prefix="net", directory=str(folder / "saved"), config=config),
-            Memory(folder / "memory.jsonl"),
-            Kill(kill_at),
+            gaccum_ms.GradNoiseScale(),
+            gaccum_ms.WindowMonitor(folder / "windows.jsonl"),
+            gaccum_ms.TrainingMetrics(accuracy, show=False),
+            gaccum_ms.ProgressBar(nowhere, show=True),
+            gaccum_ms.UpdateCheckpoint(updates, prefix="net", directory=str(folder / "saved"), config=config),
+            watch,
         ]
-        finished = resume(model, folder / "saved", data_set)
+        finished = gaccum_ms.resume(model, folder / "saved", data_set)
         model.train(batches // epoch, data_set, callbacks=callbacks, initial_epoch=finished)
     parameters = {parameter.name: parameter.asnumpy() for parameter in model.train_network.get_parameters()}
     np.savez(folder / "end.npz", **parameters)
+    (folder / "growth").write_text(repr(watch.growth()))
 
 
 class Trained(NamedTuple):
@@ -155,38 +130,21 @@ class Trained(NamedTuple):
 
     parameters: dict[str, np.ndarray]
     records: list[dict[str, Any]]  # of its windows; those that were trained again, twice
-    growth: list[float]  # bytes a batch, of each process that was there for long enough
+    growth: float  # bytes a batch, of the last process, if it trained for long enough
 
 
 def run(folder: Path, batches: int, updates: int, kills: Sequence[int] = (), epoch: int = EPOCH) -> Trained:
     """Train in one process after the other. `updates` : between two checkpoints. `kills` : the batches in which
     processes are killed. `epoch` : the batches of one."""
     folder.mkdir()
-    variables = {**os.environ, "PYTHONPATH": paths.python_path()}
     for kill_at in (*sorted(kills), -1):
-        numbers = {"batches": batches, "updates": updates, "kill-at": kill_at, "epoch": epoch}
-        arguments = [str(folder), *(f"--{name}={number}" for name, number in numbers.items())]
-        with (folder / "output").open("w") as output:
-            code = subprocess.run(
-                [sys.executable, __file__, *arguments],
-                env=variables,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=TIME_LIMIT,
-            ).returncode
-        assert code == (-signal.SIGKILL if kill_at >= 0 else 0), (folder / "output").read_text()[-6000:]
+        arguments = (folder, batches, updates, kill_at, epoch)
+        process = multiprocessing.get_context("spawn").Process(target=train, args=arguments, daemon=True)
+        process.start()
+        process.join(TIME_LIMIT)
+        assert process.exitcode == (-signal.SIGKILL if kill_at >= 0 else 0)
     records = [json.loads(line) for line in (folder / "windows.jsonl").read_text().splitlines()]
-    return Trained(dict(np.load(folder / "end.npz")), records, growth(folder / "memory.jsonl"))
-
-
-def growth(file: Path) -> list[float]:
-    """The slope of a line through each process's memory after its warm-up."""
-    of_process: dict[int, list[list[int]]] = {}
-    for line in file.read_text().splitlines():
-        process, batches, memory = json.loads(line)
-        if batches > WARM_UP:
-            of_process.setdefault(process, []).append([batches, memory])
-    return [float(np.polyfit(*np.transpose(rows), 1)[0]) for rows in of_process.values() if len(rows) * EACH >= WARM_UP]
+    return Trained(dict(np.load(folder / "end.npz")), records, float((folder / "growth").read_text()))
 
 
 def random_kills(seed: int, number: int, batches: int) -> list[int]:
@@ -194,43 +152,27 @@ def random_kills(seed: int, number: int, batches: int) -> list[int]:
     return sorted(random.Random(seed).sample(range(1, batches - 1), number))
 
 
-def compare(
-    folder: Path, batches: int, kills: Sequence[int], updates: int, epoch: int = EPOCH
-) -> tuple[Trained, Trained]:
-    """The same training without interruption and with."""
-    unbroken = run(folder / "unbroken", batches, updates, epoch=epoch)
-    return unbroken, run(folder / "killed", batches, updates, kills, epoch)
-
-
-def differences(unbroken: Trained, killed: Trained) -> list[str]:
+def differences(one: Trained, other: Trained) -> list[str]:
     """The Parameters that are not bit-identical."""
-    assert unbroken.parameters.keys() == killed.parameters.keys()
-    names = unbroken.parameters.keys()
-    return [name for name in names if unbroken.parameters[name].tobytes() != killed.parameters[name].tobytes()]
+    assert one.parameters.keys() == other.parameters.keys()
+    return [name for name, value in one.parameters.items() if value.tobytes() != other.parameters[name].tobytes()]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="by default a temporary one")
-    parser.add_argument("--batches", type=int, default=20_000, help="a multiple of an epoch's")
-    parser.add_argument("--epoch", type=int, default=EPOCH, help="batches of an epoch")
+    parser.add_argument("--batches", type=int, default=20_000, help=f"a multiple of an epoch's {EPOCH}")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the batches at which processes are killed")
     parser.add_argument("--updates", type=int, default=125, help="between two checkpoints")
-    parser.add_argument("--kill-at", type=int, help=argparse.SUPPRESS)  # one of the processes
     options = parser.parse_args()
-    if options.kill_at is not None:
-        environment.of_tests()
-        train(options.folder, options.batches, options.updates, options.kill_at, options.epoch)
-        return 0
     kills = random_kills(options.seed, options.kills, options.batches)
-    with tempfile.TemporaryDirectory(prefix="long_training") as temporary:
-        folder = options.folder or Path(temporary)
-        unbroken, killed = compare(folder, options.batches, kills, options.updates, options.epoch)
-    different, slopes = differences(unbroken, killed), [*unbroken.growth, *killed.growth]
+    with tempfile.TemporaryDirectory(prefix="long_training") as folder:
+        unbroken = run(Path(folder, "unbroken"), options.batches, options.updates)
+        killed = run(Path(folder, "killed"), options.batches, options.updates, kills)
+    different = differences(unbroken, killed)
     print(f"killed in batches {kills}: {f'other values of {different}' if different else 'all values are identical'}")
-    print(f"bytes that each batch left, in each process: {', '.join(f'{slope:.0f}' for slope in slopes)}")
-    return int(bool(different) or max(slopes, default=float("inf")) > 1024)
+    print(f"bytes that each batch left: {unbroken.growth:.0f}, and after the last kill {killed.growth:.0f}")
+    return int(bool(different) or max(unbroken.growth, killed.growth) > 1024)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 ADAM_TOLERANCE = 1e-4
 UPDATES = 4
 
-
 # One network in both modes; then networks, optimizers and precisions that differ in kind.
 MATRIX = [
     ("dense", 1, RAGGED, "sgd", "graph", "float32"),
@@ -64,8 +63,9 @@ def test_equals_the_whole_batch(kind, micro_size, samples, optimizer, mode, dtyp
     compare(accumulated(micro_size=micro_size), mode, tolerance, kind, samples, optimizer, dtype)
 
 
-def test_micro_batch_size_equals_the_whole_batch():
-    compare(accumulated(micro_batch_size=5), "pynative")
+@pytest.mark.parametrize("options", [{"micro_batch_size": 5}, {"micro_size": 3, "jit": True}], ids=["size", "jit"])
+def test_other_options_equal_the_whole_batch(options):
+    compare(accumulated(**options), "pynative")
 
 
 def test_short_last_batches_and_frozen_parameters():
@@ -80,7 +80,3 @@ def test_short_last_batches_and_frozen_parameters():
     run = trained(accumulated(micro_size=4))
     assert_equivalent(run, eagerly()(trained)(nn.TrainOneStepCell), TOLERANCE["float32"])
     assert (run.state["hidden"] == Regression().hidden.asnumpy()).all()
-
-
-def test_jit_in_pynative_mode_equals_the_whole_batch():
-    compare(accumulated(micro_size=3, jit=True), "pynative")

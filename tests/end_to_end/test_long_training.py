@@ -3,15 +3,15 @@ for a day."""
 
 from __future__ import annotations
 
-from tests.end_to_end.long_training import EPOCH, STEPS, compare, differences, random_kills, run
+from tests.end_to_end.long_training import EPOCH, STEPS, differences, random_kills, run
 
 SHORT = 22  # batches of an epoch, whose last window is of two
 BATCHES = 2 * SHORT
 
 
 def test_a_training_that_is_killed_at_random_is_bit_identical_to_one_that_is_not(tmp_path):
-    kills = random_kills(5, 2, BATCHES - 10)
-    unbroken, killed = compare(tmp_path, BATCHES, kills, updates=3, epoch=SHORT)
+    unbroken = run(tmp_path / "unbroken", BATCHES, updates=3, epoch=SHORT)
+    killed = run(tmp_path / "killed", BATCHES, updates=3, kills=random_kills(5, 2, BATCHES - 10), epoch=SHORT)
     assert differences(unbroken, killed) == []
     windows = -(-SHORT // STEPS) * BATCHES // SHORT
     assert [record["update"] for record in unbroken.records] == list(range(1, windows + 1))
@@ -20,5 +20,4 @@ def test_a_training_that_is_killed_at_random_is_bit_identical_to_one_that_is_not
 
 
 def test_the_memory_of_a_long_training_is_flat(tmp_path):
-    (slope,) = run(tmp_path / "unbroken", 4 * EPOCH, updates=25).growth
-    assert slope < 1024  # bytes a batch
+    assert 0 != run(tmp_path / "unbroken", 4 * EPOCH, updates=25).growth < 1024  # bytes a batch

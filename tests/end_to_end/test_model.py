@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 
@@ -23,9 +22,9 @@ from gaccum_ms import (
     WithBatchLossCell,
 )
 from gaccum_ms.training.evaluation import parts_of
-from tests.support.modes import MODES, eagerly
+from tests.support.modes import eagerly
 from tests.support.reference import OPTIMIZERS, Outer, as_numpy, batches, make_network, relative_error
-from tests.support.state import assert_close
+from tests.support.state import assert_close, assert_identical, everything
 
 BATCH, BATCHES, EPOCHS = 8, 3, 3
 RAGGED = 6  # samples of a short batch, which 4 micro-batches cannot share equally
@@ -45,42 +44,24 @@ def by_model(loss_cell, optimizer):
     return ms.Model(GradAccumulationCell(loss_cell, 4), optimizer=optimizer)
 
 
-def by_build_train_network(loss_cell, optimizer):
-    return ms.Model(mindspore.amp.build_train_network(GradAccumulationCell(loss_cell, 4), optimizer))
-
-
-def by_step(loss_cell, optimizer):
-    return ms.Model(TrainOneStepWithGradAccumulationCell(GradAccumulationCell(loss_cell, 4), optimizer))
-
-
 def fit(make_model, callbacks=(), epochs=EPOCHS, last=BATCH):
-    """Train, and return the weights and the optimizer's state. Without the cell nothing is compiled."""
+    """Train, and return the weights and the optimizer's state."""
     network = make_network("dense")
     optimizer = OPTIMIZERS["momentum"](network.trainable_params())
-    with eagerly() if make_model is plain else contextlib.nullcontext():
-        model = make_model(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer)
-        model.train(epochs, data_set(last), callbacks=list(callbacks))
+    model = make_model(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer)
+    model.train(epochs, data_set(last), callbacks=list(callbacks))
     step = model.train_network
     return {p.name: as_numpy(p) for p in [*step.network.get_parameters(), *step.optimizer.get_parameters()]}
 
 
-@pytest.mark.parametrize(
-    ("make_model", "last", "mode"),
-    [
-        (by_model, RAGGED, "graph"),
-        (by_model, RAGGED, "pynative"),
-        (by_build_train_network, BATCH, "pynative"),
-        (by_step, BATCH, "pynative"),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_every_way_in_equals_the_whole_batch(make_model, last, mode):
-    ms.set_context(mode=MODES[mode])
-    epochs = EPOCHS if mode == "graph" else 1
-    assert_close(fit(make_model, epochs=epochs, last=last), fit(plain, epochs=epochs, last=last))
+@pytest.mark.parametrize("build", [mindspore.amp.build_train_network, TrainOneStepWithGradAccumulationCell, None])
+def test_every_way_in_equals_the_whole_batch(build, pynative):
+    def make_model(loss_cell, optimizer):
+        return (
+            ms.Model(build(GradAccumulationCell(loss_cell, 4), optimizer)) if build else by_model(loss_cell, optimizer)
+        )
 
-
-# -- the hook ----------------------------------------------------------------------------------------------------------
+    assert_close(fit(make_model, epochs=1, last=RAGGED), fit(plain, epochs=1, last=RAGGED))
 
 
 def test_the_hook_is_where_mindspore_looks():
@@ -109,7 +90,7 @@ def test_what_would_not_accumulate_is_refused_before_the_first_step(pynative):
     cell = GradAccumulationCell(nn.WithLossCell(network, loss), 2)
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer)
-    weights = [as_numpy(p).copy() for p in network.get_parameters()]
+    weights = everything(network)
     with pytest.raises(ValueError, match=r"must be the outermost one .* but got 'Outer' around it"):
         ms.Model(Outer(cell), optimizer=optimizer)
     for holder, remedy in ((step, "step"), (Outer(step), "network")):
@@ -124,63 +105,45 @@ def test_what_would_not_accumulate_is_refused_before_the_first_step(pynative):
     for model in (ms.Model(cell), ms.Model(Outer(cell)), ms.Model(cell, loss_fn=loss)):
         with pytest.raises(RuntimeError, match=r"the cell itself is being trained"):
             model.train(1, data_set())
-    for weight, parameter in zip(weights, network.get_parameters(), strict=True):
-        np.testing.assert_array_equal(as_numpy(parameter), weight)
-
-
-# -- callbacks ---------------------------------------------------------------------------------------------------------
+    assert_identical(everything(network), weights)
 
 
 def test_mindspores_callbacks_see_the_same(tmp_path, capsys):
     """LossMonitor and History see the losses, and TimeMonitor sees each epoch. ModelCheckpoint's files load into a
-    network without accumulation."""
-    losses, epochs, weights = {}, {}, {}
+    network without accumulation. Ours is compiled."""
+    seen = {}
     for make_model in (plain, by_model):
         folder, history = tmp_path / make_model.__name__, train.History()
         checkpoints = train.ModelCheckpoint("net", str(folder), train.CheckpointConfig(2, keep_checkpoint_max=20))
+        ms.set_context(mode=ms.PYNATIVE_MODE if make_model is plain else ms.GRAPH_MODE)
         trained = fit(make_model, [train.LossMonitor(1), train.TimeMonitor(), history, checkpoints])
-
         printed = capsys.readouterr().out
         lines = re.findall(r"epoch: (\d+) step: (\d+), loss is ([\d.]+)", printed)
         assert [line[:2] for line in lines] == [(str(i), str(j)) for i in (1, 2, 3) for j in (1, 2, 3)]
         assert len(re.findall(r"Train epoch time: +[\d.]+ ms, per step time: +[\d.]+ ms", printed)) == EPOCHS
-        epochs[make_model] = history.epoch
         of_epochs = np.array(history.history["net_output"]).ravel()
-        losses[make_model] = np.array([*(float(line[2]) for line in lines), *of_epochs])
-
+        losses = np.array([*(float(line[2]) for line in lines), *of_epochs])
         names = [f"net-{step}.ckpt" for step in ("1_2", "2_1", "2_3", "3_2", "3_3")]
         assert sorted(path.name for path in folder.glob("*.ckpt")) == names
         network = make_network("dense")
         assert not ms.load_param_into_net(network, ms.load_checkpoint(str(folder / "net-3_3.ckpt")))[0]
-        weights[make_model] = {p.name: as_numpy(p) for p in network.get_parameters()}
-        for name, value in weights[make_model].items():
-            np.testing.assert_array_equal(value, trained[name])
-    assert relative_error(losses[by_model], losses[plain]) < 1e-5
-    assert epochs[by_model] == epochs[plain]
-    assert_close(weights[by_model], weights[plain])
-
-
-# -- evaluation, prediction and export ---------------------------------------------------------------------------------
+        weights = everything(network)
+        assert_identical(weights, {name: trained[name] for name in weights})
+        seen[make_model] = {"losses": losses, "epochs": np.array(history.epoch["epoch"]), **weights}
+    assert_close(seen[by_model], seen[plain])
 
 
 def network_alone(network, loss, optimizer, **options):
     return ms.Model(network, loss, optimizer, **options)
 
 
-def with_loss_function(network, loss, optimizer, **options):
-    return ms.Model(GradAccumulationCell(network, 4), loss, optimizer, **options)
-
-
 def with_loss_cell(network, loss, optimizer, **options):
     return ms.Model(GradAccumulationCell(nn.WithLossCell(network, loss), 4), optimizer=optimizer, **options)
 
 
-LOSS_AND_ACCURACY = {"loss": train.Loss, "accuracy": train.Accuracy}
-
-
 def new_model(make_model, kind="dense", rate=0.5, **options):
     network = make_network(kind)
-    metrics = {name: metric() for name, metric in LOSS_AND_ACCURACY.items()}
+    metrics = {"loss": train.Loss(), "accuracy": train.Accuracy()}
     optimizer = nn.SGD(network.trainable_params(), rate)
     return network, make_model(network, nn.CrossEntropyLoss(), optimizer, metrics=metrics, **options)
 
@@ -193,7 +156,7 @@ def held_out():
 def test_at_each_level_the_given_network_predicts(pynative):
     """As without accumulation. O1 puts another network into a WithLossCell, and auto decorates the WithLossCell."""
     for level in ("O1", "auto"):
-        for make_model in (network_alone, with_loss_function, with_loss_cell):
+        for make_model in (network_alone, beside(), with_loss_cell):
             network, model = new_model(make_model, amp_level=level, loss_scale_manager=None)
             assert model.predict_network is model.eval_network._network is network
 
@@ -209,19 +172,19 @@ class Logits(nn.Cell):
         return self.network.logits(x)
 
 
-def first_loss(model):
-    history = train.History()
-    model.train(1, data_set(-BATCH * (BATCHES - 2)), callbacks=[history])
-    return float(np.ravel(history.history["net_output"])[0])
-
-
 def test_the_loss_of_a_network_in_low_precision_is_float32(pynative):
     """Of the same logits. In the network the loss is of its precision, as it is without accumulation."""
     options = {"kind": "conv", "amp_level": "O2", "loss_scale_manager": None}
     model, alone, with_cell = (
         new_model(lambda network, *rest, make=make, **options: make(Logits(network), *rest, **options), **options)[1]
-        for make in (with_loss_function, network_alone, with_loss_cell)
+        for make in (beside(), network_alone, with_loss_cell)
     )
+
+    def first_loss(model):
+        history = train.History()
+        model.train(1, data_set(-BATCH * (BATCHES - 2)), callbacks=[history])
+        return float(np.ravel(history.history["net_output"])[0])
+
     x = ms.Tensor(batches(BATCH, 1)[0][0])
     assert model.eval(held_out()) == alone.eval(held_out())
     np.testing.assert_array_equal(model.predict(x).asnumpy(), alone.predict(x).asnumpy())
@@ -229,9 +192,6 @@ def test_the_loss_of_a_network_in_low_precision_is_float32(pynative):
     loss = first_loss(model)
     assert loss == pytest.approx(first_loss(alone), rel=3e-7)
     assert first_loss(with_cell) != pytest.approx(loss, rel=3e-7)
-
-
-# -- each option beside a loss function: the table of docs/flow.md -----------------------------------------------------
 
 
 class Returns(nn.Cell):
@@ -295,10 +255,6 @@ ROWS = {
 
 @functools.cache
 @eagerly()
-def trained_alone():
-    return trained_and_evaluated(network_alone)
-
-
 def trained_and_evaluated(make_model):
     network, model = new_model(make_model, rate=0.1)
     model.fit(1, data_set(RAGGED), held_out(), dataset_sink_mode=False)
@@ -308,40 +264,34 @@ def trained_and_evaluated(make_model):
 @pytest.mark.parametrize("row", ROWS)
 def test_each_option_trains_and_evaluates_beside_a_loss_function(row, pynative):
     results, *weights = trained_and_evaluated(ROWS[row]())
-    results_alone, *weights_alone = trained_alone()
+    results_alone, *weights_alone = trained_and_evaluated(network_alone)
     assert results == pytest.approx(results_alone, rel=1e-5)
     for weight, alone in zip(weights, weights_alone, strict=True):
         assert relative_error(weight, alone) < 1e-5
 
 
-def test_a_loss_that_is_a_sum_is_evaluated_as_a_sum(pynative):
-    make_model = beside(Returns("sum"), reduction="sum")
-    _, model = new_model(make_model)
+def test_a_loss_that_is_a_sum_is_evaluated_as_a_sum_and_one_of_the_whole_batch_predicts_representations(pynative):
+    _, model = new_model(beside(Returns("sum"), reduction="sum"))
     _, alone = new_model(lambda network, loss, *rest, **options: ms.Model(network, Returns("sum"), *rest, **options))
     assert model.eval(held_out()) == pytest.approx(alone.eval(held_out()), rel=1e-6)
-
-
-class Ratios(nn.Cell):
-    """Two sums, each beside its count."""
-
-    def construct(self, outputs, label):
-        return outputs.sum(), label.sum(), 2 * outputs.sum(), label.sum()
+    network, model = new_model(batch_loss)
+    x, y = map(ms.Tensor, batches(BATCH, 1)[0])
+    np.testing.assert_array_equal(model.predict(x, y)[0].asnumpy(), network(x).asnumpy())
 
 
 def test_ratios_are_evaluated_as_they_are_trained():
     """Of several losses too, as semi-auto mode trains them; without items they are zero."""
+
+    class Ratios(nn.Cell):
+        def construct(self, outputs, label):
+            return outputs.sum(), label.sum(), 2 * outputs.sum(), label.sum()
+
     cell = GradAccumulationCell(make_network("dense"), 2, reduction="ratio", loss_weights=(1.0, 0.25), min_count=0.5)
     _, loss = parts_of(cell, Ratios())
     for items, expected in (([2.0, 1.0], 6 / 3 + 3 / 3), ([0.0, 0.0], 6 / 0.5 + 3 / 0.5)):
         assert float(loss(ms.Tensor([2.0, 4.0]), ms.Tensor(items))) == pytest.approx(expected)
     _, loss = parts_of(cell.with_options(min_count=None), Ratios())
     assert float(loss(ms.Tensor([2.0, 4.0]), ms.Tensor([0.0, 0.0]))) == 0
-
-
-def test_predictions_of_a_loss_of_the_whole_batch_are_its_representations(pynative):
-    network, model = new_model(batch_loss)
-    x, y = map(ms.Tensor, batches(BATCH, 1)[0])
-    np.testing.assert_array_equal(model.predict(x, y)[0].asnumpy(), network(x).asnumpy())
 
 
 class OwnLoss(nn.Cell):
@@ -377,15 +327,12 @@ def test_what_cannot_be_derived_is_one_error_that_names_two_ways(pynative):
 def test_a_network_that_returns_no_loss_is_told_how(pynative):
     network = make_network("dense")
     optimizer = nn.SGD(network.trainable_params(), 0.1)
-    names = (
-        r"a 'DenseNet' with construct\(x\). .* loss: ms.Model\(GradAccumulationCell\(net, ...\), loss_fn, optimizer\)"
-    )
+    names = r"a 'DenseNet' with construct\(x\). .* ms.Model\(GradAccumulationCell\(net, ...\), loss_fn, optimizer\)"
     for options in ({}, {"aux": True}, {"micro_size": None, "split": halves}):
         cell = GradAccumulationCell(network, **({"micro_size": 4} | options))
         with pytest.raises(TypeError, match=f"must take the 2 input.s. of the batch and return its loss, .*{names}"):
             ms.Model(cell, optimizer=optimizer).train(1, data_set())
     only_data = NumpySlicesDataset(batches(BATCH, 1)[0][0], ["x"], shuffle=False).batch(BATCH)
-    with pytest.raises(
-        ValueError, match=r"must return a scalar loss .* got shape \(2, 5\).* give one: ms.Model\(cell, loss"
-    ):
+    message = r"must return a scalar loss .* got shape \(2, 5\).* give one: ms.Model\(cell, loss"
+    with pytest.raises(ValueError, match=message):
         ms.Model(GradAccumulationCell(network, 4), optimizer=optimizer).train(1, only_data)

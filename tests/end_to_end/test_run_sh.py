@@ -20,7 +20,7 @@ TOOLS = ("bash", "cp", "dirname", "flock", "grep", "mkdir", "rm", "sed")
 
 class Recorder:
     """A project whose `python` records its calls. It has every module except the ones in `lacks`, which ``pip install``
-    adds; `answers` has the exit codes of some calls."""
+    adds."""
 
     def __init__(self, folder: Path) -> None:
         self.project = folder / "the project"
@@ -30,16 +30,12 @@ class Recorder:
         for name in ("gaccum_ms", "sample_code"):
             (self.project / name).symlink_to(ROOT / name)
         self.sample = self.project / "sample_code" / "distributed_gradient_accumulation" / "train.py"
-        self._calls = folder / "calls"
-        self._answers = folder / "answers"
-        self._answers.touch()
-        self._tools = folder / "bin"
+        self._calls, self._answers, self._tools = (folder / name for name in ("calls", "answers", "bin"))
         self._tools.mkdir()
-        self.path = str(self._tools)
         for name in TOOLS:  # there is no other Python
             (self._tools / name).symlink_to(shutil.which(name))
-        python = self._tools / "python"
-        python.write_text(
+        self.tool(
+            "python",
             f"""#!/bin/bash
 [[ "$1 $2" == -c*purelib* ]] && exec dirname "$0"
 if [ "$1" = -c ]; then
@@ -60,9 +56,8 @@ elif [ "$2" = pip ]; then
     rm -f "$(dirname "$0")/lacks"
 fi
 exit 0
-"""
+""",
         )
-        python.chmod(0o755)
 
     def lacks(self, *modules: str) -> None:
         """Set the modules that the active Python lacks."""
@@ -73,19 +68,15 @@ exit 0
         (self._tools / name).write_text(text)
         (self._tools / name).chmod(0o755)
 
-    def script(self) -> Path:
-        """Make a user's script."""
-        script = self.project / "a script.py"
-        script.touch()
-        return script
-
-    def run(self, *arguments: str, answers: dict[str, int] | None = None, **own: str) -> subprocess.CompletedProcess:
-        """Run run.sh from another folder."""
+    def run(self, *arguments: str, answer: str = "", code: int = 0) -> subprocess.CompletedProcess:
+        """Run run.sh from another folder, and check its exit code. A call with the words `answer` ends with it too."""
         self._calls.write_text("")
-        self._answers.write_text("".join(f"{code} {words}\n" for words, code in (answers or {}).items()))
-        env = {**os.environ, "PATH": self.path, "PYENV_ROOT": str(self._tools), "EXTRAS": "", **own}
+        self._answers.write_text(f"{code} {answer}\n" if answer else "")
+        env = {**os.environ, "PATH": str(self._tools), "PYENV_ROOT": str(self._tools), "EXTRAS": ""}
         command = [str(self._tools / "bash"), str(self.project / "run.sh"), *arguments]
-        return subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=600)
+        assert done.returncode == code, done.stderr
+        return done
 
     def calls(self) -> list[str]:
         return self._calls.read_text().splitlines()
@@ -119,51 +110,48 @@ SHARED = "-m pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder 
 )
 def test_words_choose_the_tests_and_their_exit_code_is_kept(recorder, words, call):
     recorder.tool("lint-imports", "#!/bin/bash\n")
-    done = recorder.run(*words.split())
-    assert done.returncode == 0, done.stderr
+    recorder.run(*words.split())
     assert recorder.calls()[-1] == call
-    assert recorder.run(*words.split(), answers={call: 3}).returncode == 3
+    recorder.run(*words.split(), answer=call, code=3)
 
 
 def test_another_mindspore_has_an_environment_of_its_own(recorder):
     """The active environment is left alone, although it has every module."""
     words = ["test", "--mindspore", "2.8.0", "-k", "launch"]
-    assert recorder.run(*words).returncode == 0
+    recorder.run(*words)
     made, installed, pytest_ = recorder.calls()
     assert made == f"-m venv {recorder.project}/.venv-2.8.0"
     assert installed.endswith(f"--editable {recorder.project}[test] mindspore==2.8.0 in .venv")
     assert pytest_ == "-m pytest -k launch in .venv"
-    assert recorder.run(*words).returncode == 0
+    recorder.run(*words)
     assert recorder.calls() == [pytest_], "it is made once"
-    done = recorder.run("test", "--mindspore")
-    assert (done.returncode, done.stderr.endswith("--mindspore needs a version, such as 2.8.0\n")) == (1, True)
+    assert recorder.run("test", "--mindspore", code=1).stderr.endswith("--mindspore needs a version, such as 2.8.0\n")
 
 
 def test_options_reach_the_launcher_and_the_rest_the_script(recorder):
-    script = recorder.script()
+    """A user's script needs no scikit-learn."""
+    (script := recorder.project / "a script.py").touch()
+    recorder.lacks("sklearn")
     options = ["--nodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "9000"]
     options += ["--start-timeout", "5", "--script", str(script), "--processes=2", "--epochs", "3"]
-    done = recorder.run(*options)
-    assert done.returncode == 0, done.stderr
+    recorder.run(*options)
     assert recorder.calls() == [f"-m gaccum_ms.launch --default-script {recorder.sample} {' '.join(options)}"]
     parsed = recorder.launched()
     assert (parsed.processes, parsed.script, parsed.args) == (2, str(script), ["--epochs", "3"])
 
 
-def test_a_mistake_is_one_line_and_nothing_is_installed(recorder):
+def test_a_mistake_and_help_are_shown_and_nothing_is_installed(recorder):
     recorder.lacks("mindspore", "sklearn")
-    done = recorder.run("--proceses", "2")
-    assert done.returncode == 2
+    done = recorder.run("--proceses", "2", code=2)
     assert done.stderr.startswith("error: there is no option --proceses; is --processes meant?")
     assert done.stderr.count("\n") == 1
+    assert recorder.run("--help").stdout.startswith("bash run.sh [options]")
+    assert "--end-timeout" in recorder.run("--processes", "2", "--help").stdout
     assert recorder.calls() == []
 
 
 def test_the_samples_own_options_begin_its_words(recorder):
-    assert recorder.run("--processes=2", "--epochs", "3", "--processes", "4").returncode == 0
-    parsed = recorder.launched()
-    assert (parsed.processes, parsed.args) == (2, ["--epochs", "3", "--processes", "4"])
-    assert parsed.script == str(recorder.sample)
+    """They need no `--` before them."""
     options = re.findall(r'add_argument\(\s*"(--[a-z-]+)"', recorder.sample.read_text())
     assert len(options) > 5
     for option in options:
@@ -171,54 +159,31 @@ def test_the_samples_own_options_begin_its_words(recorder):
 
 
 def test_a_sample_gets_what_it_needs_and_its_words(recorder):
-    assert recorder.run("sample", "contrastive", "--epochs", "3").returncode == 0
+    recorder.run("sample", "contrastive", "--epochs", "3")
     assert recorder.calls() == [f"{recorder.project}/sample_code/contrastive/train.py --epochs 3"]
     recorder.lacks("mindcv")
-    assert recorder.run("sample", "contrastive").returncode == 0
+    recorder.run("sample", "contrastive")
     assert recorder.calls()[1].endswith(f"--editable {recorder.project}[gallery] in .venv")
     script = recorder.project / "sample_code" / "language_model" / "train.py"
-    assert recorder.run("--processes", "2", "--script", str(script)).returncode == 0
+    recorder.run("--processes", "2", "--script", str(script))
     assert recorder.launched().script == str(script)
     assert len(recorder.calls()) == 1, "a launched one needs the same"
 
 
-def test_help_is_shown_wherever_it_is_asked_for(recorder):
-    done = recorder.run("--help")
-    assert done.stdout.startswith("bash run.sh [options]")
-    assert "--end-timeout" in done.stdout
-    done = recorder.run("--processes", "2", "--help")
-    assert done.returncode == 0
-    assert "--end-timeout" in done.stdout
-    assert recorder.calls() == []
-
-
-# -- the environment ---------------------------------------------------------------------------------------------------
-
-
 def test_an_active_environment_is_left_as_it_is(recorder):
-    """The missing packages are installed into .venv, once. A user's script needs no scikit-learn."""
-    recorder.lacks("sklearn")
-    assert recorder.run(str(recorder.script())).returncode == 0
-    assert len(recorder.calls()) == 1
+    """The missing packages are installed into .venv, once. Standard output is the launcher's alone, so that a dry run's
+    script can be piped."""
     recorder.lacks("tqdm", "sklearn")
-    words = ["--epochs", "3"]
+    words = ["--dry-run", "slurm"]
     done = recorder.run(*words)
-    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
     assert f"installing gaccum_ms[sample] into {recorder.project}/.venv, for want of tqdm, sklearn\n" in done.stderr
     made, installed, *launched = recorder.calls()
     assert made == f"-m venv {recorder.project}/.venv"
     assert installed.endswith(f"--editable {recorder.project}[sample] in .venv")
     assert launched[-1].endswith(" in .venv")
-    assert recorder.run(*words).returncode == 0
+    recorder.run(*words)
     assert recorder.calls() == launched, "and then nothing is made or installed"
-
-
-def test_standard_output_is_the_launchers_alone(recorder):
-    """A dry run's script can be piped, although packages are installed."""
-    recorder.lacks("tqdm")
-    done = recorder.run("--dry-run", "slurm")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "installing gaccum_ms[sample]" in done.stderr
 
 
 def test_ci_fails_if_a_command_fails_and_goes_on_without_ray(tmp_path):
@@ -226,7 +191,6 @@ def test_ci_fails_if_a_command_fails_and_goes_on_without_ray(tmp_path):
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     for name in ("bash", "dirname", "id"):  # no apt-get: nothing is installed
         (tmp_path / name).symlink_to(shutil.which(name))
-    has_ray = "test --version"
 
     def run(failing: str) -> tuple[int, list[str]]:
         (tmp_path / "run.sh").write_text(f'echo "${{EXTRAS:+with $EXTRAS: }}$*"\n[[ "$*" != "{failing}"* ]]\n')
@@ -236,14 +200,13 @@ def test_ci_fails_if_a_command_fails_and_goes_on_without_ray(tmp_path):
 
     code, said = run("nothing")
     assert code == 0
-    assert {"lint", f"with ray: {has_ray}", "with ray: test", "test mutations --sample 10 --minutes 70"} <= set(said)
+    assert {"lint", "with ray: test --version", "with ray: test", "test mutations --sample 10 --minutes 70"} <= set(
+        said
+    )
     files = [file for line in said for file in re.findall(r"tests/\S+", line)]
     assert files and all((ROOT / file).exists() for file in files)
     for line in said:
         command = " ".join(line.removeprefix("with ray: ").split()[:2])
-        if command == has_ray:
-            code, without_ray = run(command)
-            assert code == 0
-            assert "test" in without_ray
-        else:
-            assert run(command)[0] == 1, command
+        code, without_it = run(command)
+        assert code == (command != "test --version"), command  # which says whether there is Ray
+        assert code or "test" in without_it

@@ -47,8 +47,11 @@ def test_processes_train_on_the_digits(tmp_path, monkeypatch):
     assert (logs / "msrun" / "scheduler.log").exists(), "msrun started them"
 
 
-def test_mnist_takes_the_tutorials_values_and_arguments_override_them(programs, digits, tmp_path):
-    """One process needs no launcher."""
+def test_mnist_takes_the_tutorials_values_and_arguments_override_them(programs, tmp_path):
+    """One process needs no launcher. The data are scikit-learn's digits in MNIST's files."""
+    pytest.importorskip("sklearn", reason="scikit-learn is in the extra 'test'")
+    digits = tmp_path / "data"
+    assert programs.run(SAMPLE / "prepare_data.py", str(digits), folder=tmp_path).returncode == 0
     arguments = ["--epochs", "3", "--accumulation-steps", "5"]
     variables = {"DATA_PATH": str(digits), "MS_DEV_HOST_BLOCKING_RUN": "1"}
     done = programs.run(SAMPLE / "train.py", *arguments, folder=tmp_path, **variables)

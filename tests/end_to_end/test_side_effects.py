@@ -52,12 +52,8 @@ class Objects:
 
     def named(self):
         """All of them, and their parts."""
-        yield "noisy", noisy
-        yield "Network", Network
-        yield "loss", self.loss
-        yield "data set", self.data_set
-        yield "optimizer", self.optimizer
-        yield "scheduler", self.scheduler
+        yield from {"noisy": noisy, "Network": Network}.items()
+        yield from vars(self).items()
         yield from ((f"cell {name}", cell) for name, cell in self.network.cells_and_names())
         states = [value for value in vars(self.scheduler).values() if isinstance(value, ms.Parameter)]
         for number, value in enumerate([*self.network.get_parameters(), *states, *self.optimizer.get_parameters()]):
@@ -69,6 +65,10 @@ class Objects:
             name: set(vars(value)) | ({value.name, value.requires_grad} if isinstance(value, ms.Parameter) else set())
             for name, value in self.named()
         }
+
+    def step(self, micro_size=2):
+        cell = GradAccumulationCell(nn.WithLossCell(self.network, self.loss), micro_size)
+        return TrainOneStepWithGradAccumulationCell(cell, self.optimizer).set_train()
 
 
 def functions_and_classes():
@@ -82,17 +82,11 @@ def functions_and_classes():
     found = {}
     for place, holder in holders.values():
         for name, value in list(vars(holder).items()):
-            if (
-                isinstance(value, (types.FunctionType, type)) and name != "__ms_tensor_func__"
-            ):  # MindSpore's last look-up
+            is_last_look_up = name == "__ms_tensor_func__"  # MindSpore's
+            if isinstance(value, (types.FunctionType, type)) and not is_last_look_up:
                 found[f"{place}.{name}"] = value
     attributes = {place: set(vars(value)) for place, value in found.items() if isinstance(value, types.FunctionType)}
     return found, attributes
-
-
-def by_mindspore(objects):
-    cell = nn.TrainOneStepCell(nn.WithLossCell(objects.network, objects.loss), objects.optimizer)
-    ms.Model(cell.set_train()).train(1, objects.data_set)
 
 
 def by_model(objects):
@@ -106,9 +100,8 @@ def by_model(objects):
 
 
 def by_step(objects):
-    network = nn.WithLossCell(objects.network, objects.loss)
-    step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 3), objects.optimizer)
-    step.set_train()(Tensor(X), Tensor(Y))
+    step = objects.step(3)
+    step(Tensor(X), Tensor(Y))
     assert "assign_value" in vars(objects.network.last.weight)
     return weakref.ref(step)
 
@@ -127,7 +120,8 @@ def test_a_training_leaves_everything_as_it_was(mode):
     """Apart from the notes that MindSpore's own step leaves on such objects."""
     others = Objects()
     state_of_others = others.state()
-    by_mindspore(others)
+    own = nn.TrainOneStepCell(nn.WithLossCell(others.network, others.loss), others.optimizer)
+    ms.Model(own.set_train()).train(1, others.data_set)
     notes: dict[bool, set] = {True: set(), False: set()}  # of Parameters, and of other objects
     for name, names in others.state().items():
         notes[name.startswith("parameter")] |= names - state_of_others[name]
@@ -154,11 +148,8 @@ def test_a_training_leaves_everything_as_it_was(mode):
 
 def test_what_two_steps_need_goes_with_the_last_one():
     objects = Objects()
-    network = nn.WithLossCell(objects.network, objects.loss)
     weight = objects.network.last.weight
-    first, second = (
-        TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 2), objects.optimizer) for _ in range(2)
-    )
+    first, second = objects.step(), objects.step()
     rates = {name for name in objects.optimizer.parameters_dict() if name.startswith("learning_rate_group_")}
     assert rates and "assign_value" in vars(weight)
     del first
@@ -171,18 +162,13 @@ def test_what_two_steps_need_goes_with_the_last_one():
 
 def test_a_data_set_begins_where_it_did_once_a_resumed_step_is_gone(tmp_path, pynative):
     objects = Objects()
-
-    def make():
-        network = nn.WithLossCell(objects.network, objects.loss)
-        return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 2), objects.optimizer).set_train()
-
-    step = make()
+    step = objects.step()
     step(*next(iter(objects.data_set.create_tuple_iterator(num_epochs=1))))
     ms.save_checkpoint(step, str(tmp_path / "step.ckpt"))
     objects.data_set.get_dataset_size(), objects.data_set.get_batch_size()  # which MindSpore notes
     before = dict(vars(objects.data_set))
     resume(step, tmp_path / "step.ckpt", objects.data_set)
-    other = make()
+    other = objects.step()
     resume(other, tmp_path / "step.ckpt", objects.data_set)
     del step
     gc.collect()

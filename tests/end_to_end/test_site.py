@@ -43,10 +43,13 @@ def html(site: Path, page: str) -> str:
 
 
 def test_each_page_can_be_reached_and_leads_to_itself_in_the_other_language(site):
+    """Nothing is loaded from elsewhere."""
     for language, other in (LANGUAGES, LANGUAGES[::-1]):
         index = html(site, f"{language}index")
         for page in PAGES:
             assert page.name == "index" or f'href="{page}.html"' in index
+            for tag in re.findall(r"<(?:script|link|img)\b[^>]*>", html(site, f"{language}{page}")):
+                assert "://" not in tag, (page, tag)
             (link,) = re.findall('<p class="language"><a href="([^"]*)"', html(site, f"{language}{page}"))
             assert (site / f"{language}{page}").parent.joinpath(link).resolve() == site / f"{other}{page}.html"
 
@@ -116,32 +119,16 @@ def test_each_public_name_has_an_entry_with_sections_and_formulas(site):
     assert re.search(r'href="#gaccum_ms.FlushAccumulation"', text), "no link from one entry to another"
 
 
-def broken_redirects(site: Path, redirects: dict[str, str]) -> list[str]:
-    """The old addresses that lead to no page, or to no heading of one."""
-
-    def works(old: str, new: str) -> bool:
-        page, _, heading = new.partition("#")
-        target = (site / old).parent / page
-        return f'"{new}"' in html(site, old) and target.exists() and f'id="{heading}"' in target.read_text() + 'id=""'
-
-    return [old for old, new in redirects.items() if not works(old, new)]
-
-
-def test_old_addresses_lead_to_headings(site):
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_old_addresses_lead_to_headings(site, language):
     conf = ast.parse((DOCS / "conf.py").read_text())
     (redirects,) = (ast.literal_eval(node.value) for node in conf.body if ast.unparse(node).startswith("redirects:"))
-    assert broken_redirects(site, redirects) == broken_redirects(site / "zh_CN", redirects) == []
+    for old, new in redirects.items():
+        page, _, heading = new.partition("#")
+        target = (site / language / old).parent / page
+        assert f'"{new}"' in html(site / language, old), old
+        assert f'id="{heading}"' in target.read_text() + 'id=""', new
 
-
-def test_nothing_is_loaded_from_elsewhere(site):
-    for page in [f"{language}{page}" for page in PAGES for language in LANGUAGES]:
-        for tag in re.findall(r"<(?:script|link|img)\b[^>]*>", html(site, page)):
-            assert "://" not in tag, (page, tag)
-
-
-# -- in a browser: nothing is cut off, on phones too -------------------------------------------------------------------
-
-WIDTHS = (390, 1280)  # pixels: a phone, a screen
 
 CUT_OFF = """
 const wide = [];
@@ -162,7 +149,7 @@ return wide;
 """
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [390, 1280])  # pixels: a phone, a screen
 def test_nothing_is_cut_off(browser, site, width):
     set_width(browser, width)
     cut_off = {}
@@ -174,18 +161,18 @@ def test_nothing_is_cut_off(browser, site, width):
 
 
 def test_the_search_finds_chinese_words(browser, site):
-    for words in ("梯度累积", "昇腾", "910B", "GradAccumulationCell"):
-        assert "index.html" in searched(browser, site, words)
-    assert searched(browser, site, "梯度累度") == [], "all characters are in the pages, and 累度 is not"
-
-
-def searched(browser, site: Path, words: str) -> list[str]:
-    """The pages that the search of the Chinese site finds."""
-    browser.get(f"{(site / 'zh_CN' / 'search.html').as_uri()}?q={words}")
     summary = "return document.querySelector('#search-results p.search-summary')?.innerText ?? ''"
-    for _ in range(3000):
-        if re.search("搜索完成|没有匹配", browser.execute_script(summary)):
-            break
-        time.sleep(0.1)
     links = "return [...document.querySelectorAll('#search-results li > a')].map(link => link.href)"
-    return [re.sub("[?#].*|.*/zh_CN/", "", link) for link in browser.execute_script(links)]
+
+    def searched(words: str) -> list[str]:
+        """The pages that the search of the Chinese site finds."""
+        browser.get(f"{(site / 'zh_CN' / 'search.html').as_uri()}?q={words}")
+        for _ in range(3000):
+            if re.search("搜索完成|没有匹配", browser.execute_script(summary)):
+                break
+            time.sleep(0.1)
+        return [re.sub("[?#].*|.*/zh_CN/", "", link) for link in browser.execute_script(links)]
+
+    for words in ("梯度累积", "昇腾", "910B", "GradAccumulationCell"):
+        assert "index.html" in searched(words)
+    assert searched("梯度累度") == [], "all characters are in the pages, and 累度 is not"

@@ -10,7 +10,7 @@ import ast
 import re
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops, train
 
-from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import GradAccumulationCell, GradAccumulator
 from gaccum_ms.distributed import ranks
 from gaccum_ms.launch.cluster import Cluster, reserved_port
 from gaccum_ms.launch.supervisor import Ranks
 from gaccum_ms.memory.search import agreed_size
+from tests.support.reference import make_step
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -47,20 +48,6 @@ def with_loss(net):
 
 def data_set(y=Y):
     return ms.dataset.NumpySlicesDataset((X, y), shuffle=False).batch(6)
-
-
-def step_of(network, **options):
-    return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 2, **options), sgd(network)).set_train()
-
-
-class Labelled(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Dense(3, 4)
-        self.loss = nn.CrossEntropyLoss()
-
-    def construct(self, x, labels):
-        return self.loss(self.net(x), labels)
 
 
 def losses_that_are_sums_and_means(_):
@@ -100,26 +87,23 @@ def mindspores_cell(_):
     ms.Model(nn.GradAccumulationCell(net, 4), optimizer=sgd(net)).train(1, data_set())
 
 
+def labels_of_minus_100(_):
+    net = nn.WithLossCell(nn.Dense(3, 4), nn.CrossEntropyLoss())
+    make_step(net, micro_size=2, check=None)(Tensor(X), Tensor(np.array([0, 1, 2, 3, -100, -100], np.int32)))
+
+
 def a_loss_that_is_nan(_):
     net = nn.Dense(3, 1)
     ms.Model(net, nn.MSELoss(), sgd(net)).train(1, data_set(y=Y * np.nan), callbacks=[train.LossMonitor()])
 
 
 def a_port_that_is_taken(_):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with reserved_port("127.0.0.1", taken.getsockname()[1]):
-            pass
+    with socket.create_server(("127.0.0.1", 0)) as taken, reserved_port(*taken.getsockname()):
+        pass
 
 
-def no_msrun(request):
-    folder = request.getfixturevalue("tmp_path")
-    Cluster().command(folder, {"PATH": str(folder)})
-
-
-def a_rank_that_failed(request):
-    launched = Ranks(Cluster(processes=4, master_port=1), request.getfixturevalue("tmp_path"))
+def a_rank_that_failed(_):
+    launched = Ranks(Cluster(processes=4, master_port=1), ROOT)
     launched.note({"rank": 2, "code": 137})
     launched.check()
 
@@ -141,7 +125,9 @@ PROVOKED: dict[str, Callable[[Any], Any]] = {  # of each text, what makes it; by
     ),
     "each trains by itself, and their weights drift apart": ranks_that_do_not_know_of_each_other,
     "Only `loss_scale_manager=None` or": loss_scales,
-    "gradients must be dense, but got layers with sparse ones": lambda _: step_of(nn.EmbeddingLookup(4, 2)),
+    "gradients must be dense, but got layers with sparse ones": lambda _: make_step(
+        nn.EmbeddingLookup(4, 2), micro_size=2
+    ),
     "If `metrics` is set, `eval_network` must not be None": (
         lambda _: ms.Model(with_loss(nn.Dense(3, 1)), optimizer=sgd(nn.Dense(3, 1)), metrics={"accuracy"})
     ),
@@ -151,14 +137,12 @@ PROVOKED: dict[str, Callable[[Any], Any]] = {  # of each text, what makes it; by
     ),
     "For micro batch initialization, the 0th dimension shape of input … must be divided by micro size": mindspores_cell,
     "axis 0 of all inputs must have the same length, because all are split at the same boundaries": (
-        lambda _: step_of(with_loss(nn.Dense(3, 1)))(Tensor(X), Tensor(Y[:4]))
+        lambda _: make_step(with_loss(nn.Dense(3, 1)), micro_size=2)(Tensor(X), Tensor(Y[:4]))
     ),
     "loss is NAN or INF, training process cannot continue": a_loss_that_is_nan,
-    "is a mean over the labels that are not -100, which samples have in different numbers": (
-        lambda _: step_of(Labelled(), check=None)(Tensor(X), Tensor(np.array([0, 1, 2, 3, -100, -100], np.int32)))
-    ),
+    "is a mean over the labels that are not -100, which samples have in different numbers": labels_of_minus_100,
     "port … of 127.0.0.1 is taken. Name another --master-port": a_port_that_is_taken,
-    "'msrun' is not installed": no_msrun,
+    "'msrun' is not installed": lambda _: Cluster().command(ROOT, {"PATH": str(ROOT)}),
     "rank … failed with exit code": a_rank_that_failed,
     "Memory isn't enough and alloc failed, kernel name": of_a_program,
     "can not compile temporary source code in terminal": of_a_program,
@@ -217,30 +201,20 @@ def mindspores_texts(programs, tmp_path_factory):
     return done.stdout + done.stderr
 
 
-def message_of(provoke: Callable[[Any], Any], request) -> str:
-    """What is raised, said by warnings, or printed and returned."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            returned = provoke(request)
-        except Exception as error:
-            returned = str(error)
-    return " ".join(" ".join([*(str(warning.message) for warning in caught), str(returned)]).split())
-
-
 def holds(message: str, text: str) -> bool:
     """Whether a message has the words of a text of the page, in which … stands for anything."""
     return re.search(".*".join(map(re.escape, text.split(" … "))), message) is not None
 
 
-def strings_of_the_package() -> Iterator[str]:
+def strings_of_the_package() -> list[str]:
     """With … in place of what an f-string puts in."""
-    for file in (ROOT / "gaccum_ms").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+    nodes = [node for file in (ROOT / "gaccum_ms").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    joined = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
+    plain = [[node] for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        "".join(getattr(part, "value", "…") if isinstance(part, ast.Constant) else "…" for part in parts)
+        for parts in joined + plain
+    ]
 
 
 def test_each_text_is_provoked_or_ours_or_names_its_source():
@@ -250,7 +224,7 @@ def test_each_text_is_provoked_or_ours_or_names_its_source():
         assert all(re.search(rf"^\[{name}\]: https://", PAGE, re.MULTILINE) for name in names)
     assert len(of_others) == 7
     assert PROVOKED.keys() <= TEXTS.keys() - of_others
-    strings = list(strings_of_the_package())
+    strings = strings_of_the_package()
     ours = TEXTS.keys() - of_others - PROVOKED.keys()
     assert len(ours) >= 15
     assert [text for text in ours if not any(holds(string, text) for string in strings)] == []
@@ -258,7 +232,14 @@ def test_each_text_is_provoked_or_ours_or_names_its_source():
 
 @pytest.mark.parametrize("text", PROVOKED)
 def test_what_is_provoked_says_the_text(text, request, pynative):
-    message = message_of(PROVOKED[text], request)
+    """What is raised, said by warnings, or printed and returned."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            said = PROVOKED[text](request)
+        except Exception as error:
+            said = error
+    message = " ".join(" ".join([*(str(warning.message) for warning in caught), str(said)]).split())
     assert holds(message, text), message
 
 

@@ -1,4 +1,4 @@
-"""The wheel that users install trains on ranks, in a separate environment outside the checkout."""
+"""The wheel that users install trains on ranks, without the checkout."""
 
 from __future__ import annotations
 
@@ -42,32 +42,10 @@ def wheel(tmp_path_factory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-@pytest.fixture(scope="module")
-def environment(wheel, tmp_path_factory) -> Path:
-    """An environment with the wheel and this Python's packages. Only their folders are added, because the files of an
-    editable install would lead back to the checkout."""
-    environment = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=120)
-    pip("--python", environment / "bin" / "python", "install", "--no-deps", "--no-index", wheel)
-    packages = next(environment.glob("lib/python3*/site-packages"))
-    folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (packages / "on-top.pth").write_text("".join(f"{folder}\n" for folder in folders))
-    return environment
-
-
 def pip(*words: str | Path) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, words)]
     done = subprocess.run(command, env=VARIABLES, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def run(environment: Path, folder: Path, *words: str) -> str:
-    """The output of the environment's `gaccum-ms` ."""
-    env = {**VARIABLES, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}  # for msrun
-    command = [environment / "bin" / "gaccum-ms", *words]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def test_it_has_every_file_of_the_package(wheel):
@@ -79,24 +57,32 @@ def test_it_has_every_file_of_the_package(wheel):
     assert {name.partition("/")[0] for name in packed} == {"gaccum_ms", f"{wheel.name.split('-py3')[0]}.dist-info"}
 
 
-def test_the_command_starts_ranks_and_draws_what_they_have_recorded(environment, tmp_path):
+def test_the_command_starts_ranks_and_draws_what_they_have_recorded(wheel, tmp_path):
     """The checkout is not used. The script is the program of the page on several devices: two ranks print the page's
     loss, which is that of any number of ranks, and have the same weights."""
-    script = tmp_path / "train.py"
+    installed, script = tmp_path / "installed", tmp_path / "train.py"
+    pip("install", "--no-deps", "--no-index", "--target", installed, wheel)
+
+    def run(*words: str) -> str:
+        """The output of the wheel's `gaccum-ms` ."""
+        env, command = {**VARIABLES, "PYTHONPATH": str(installed)}, [installed / "bin" / "gaccum-ms", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
     script.write_text(code_blocks(HOWTO / "devices.md", "python")[0] + WHERE_FROM + "print(net[0].weight.asnumpy())")
-    said = run(environment, tmp_path, "run", "--processes", "2", "--timeout", "500", "train.py")
+    said = run("run", "--processes", "2", "--timeout", "500", "train.py")
     assert said.startswith("20 updates, loss on all samples 1.02"), said
     assert "2 ranks finished in" in said
     assert str(ROOT) not in said
     of_ranks = [(tmp_path / "log_output" / "1" / f"rank.{rank}" / "stdout").read_text() for rank in range(2)]
     files, weights = zip(*(one.partition("files\n")[2].split("[[") for one in of_ranks), strict=True)
     assert weights[0] == weights[1]
-    (packages,) = environment.glob("lib/python3*/site-packages")
     for one in files:
         ours = [line for line in one.splitlines() if "/gaccum_ms/" in line]
         assert len(ours) > 20
-        assert all(line.startswith(f"{packages}/gaccum_ms/") for line in ours), one
-    said = run(environment, tmp_path, "report", "windows.jsonl", "--output", "report.html")
+        assert all(line.startswith(f"{installed}/gaccum_ms/") for line in ours), one
+    said = run("report", "windows.jsonl", "--output", "report.html")
     assert said == "20 windows: report.html\n"
     assert (tmp_path / "report.html").read_text().count("<svg") >= 5
-    assert run(environment, tmp_path, "--version") == f"gaccum-ms {gaccum_ms.__version__}\n"
+    assert run("--version") == f"gaccum-ms {gaccum_ms.__version__}\n"

@@ -28,21 +28,13 @@ STAYS = 'if rank == 0: os.execve("/bin/sleep", ["sleep", "1000"], {})\ntime.slee
 
 def here(folder: Path) -> list[psutil.Process]:
     """The processes that run in a folder, whatever else is known of them."""
-    return processes(lambda process: runs_in(folder, process))
-
-
-def runs_in(folder: Path, process: psutil.Process) -> bool:
-    return process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE
+    return processes(lambda each: each.cwd() == str(folder) and each.status() != psutil.STATUS_ZOMBIE)
 
 
 def of_the_launcher(folder: Path, which: str) -> list[psutil.Process]:
     """The launcher's guards, or its keeper."""
-
-    def is_one(process: psutil.Process) -> bool:
-        words = process.cmdline()[1:4]
-        return runs_in(folder, process) and [guard.__file__, which] in (words[:2], words[1:])
-
-    return processes(is_one)
+    words = [guard.__file__, which]
+    return processes(lambda each: each.cwd() == str(folder) and words in (each.cmdline()[1:3], each.cmdline()[2:4]))
 
 
 def kill(launched: Launched, folder: Path, victims: str) -> None:

@@ -22,6 +22,24 @@ ROOT = Path(gaccum_ms.__file__).resolve().parents[1]
 PYTHONPATH = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # finds the package from any folder
 TRAINS = Path(__file__).resolve().with_name("training_rank.py")
 
+# The beginning of a script whose ranks communicate by MindSpore: `total()` is 3 on each of two ranks.
+CONNECTED = """import os, sys, time
+import mindspore as ms
+from mindspore import ops
+from mindspore.communication import get_rank, init
+
+ms.set_device("CPU")
+ms.set_context(mode=ms.PYNATIVE_MODE)
+init()
+rank, add = get_rank(), ops.AllReduce()
+
+
+def total():
+    return float(add(ms.Tensor([rank + 1.0])).asnumpy()[0])
+
+
+"""
+
 # The launcher ends its own processes after TIMEOUT. If it does not, the test ends after LIMIT and fails.
 TIMEOUT, LIMIT = 400, 500
 

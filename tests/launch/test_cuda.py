@@ -16,12 +16,6 @@ from tests.support import no_device
 
 
 @pytest.fixture(scope="module")
-def libraries() -> None:
-    if missing := cuda.missing_packages():
-        pytest.skip(f"the extra 'gpu' is not installed: {', '.join(missing)}")
-
-
-@pytest.fixture(scope="module")
 def driver(tmp_path_factory) -> Path:
     """A folder with a driver for a machine that has no GPU."""
     if no_device.compiler() is None:
@@ -31,18 +25,17 @@ def driver(tmp_path_factory) -> Path:
     return folder
 
 
-def test_without_a_driver_nothing_is_changed(tmp_path, monkeypatch):
+def test_without_a_driver_nothing_is_changed_and_a_cuda_of_the_users_own_is_kept(driver, tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda, "DRIVER", str(driver / cuda.DRIVER))
+    assert cuda.environment(tmp_path / "cuda", {"CUDA_HOME": "/usr/local/cuda"}) == {}
     monkeypatch.setattr(cuda, "DRIVER", "libcuda_that_is_not_there.so.1")
     assert cuda.environment(tmp_path / "cuda", {}) == {}
     assert not (tmp_path / "cuda").exists()
 
 
-def test_a_cuda_of_the_users_own_is_kept(driver, tmp_path, monkeypatch):
-    monkeypatch.setattr(cuda, "DRIVER", str(driver / cuda.DRIVER))
-    assert cuda.environment(tmp_path / "cuda", {"CUDA_HOME": "/usr/local/cuda"}) == {}
-
-
-def test_mindspore_loads_its_gpu_back_end_on_each_rank_and_misses_nothing_but_the_device(libraries, driver, tmp_path):
+def test_mindspore_loads_its_gpu_back_end_on_each_rank_and_misses_nothing_but_the_device(driver, tmp_path):
+    if missing := cuda.missing_packages():
+        pytest.skip(f"the extra 'gpu' is not installed: {', '.join(missing)}")
     script = tmp_path / "script.py"
     script.write_text(
         'import os\nprint(os.environ["CUDA_HOME"], os.environ["LD_LIBRARY_PATH"], flush=True)\n'

@@ -89,33 +89,23 @@ def test_a_device_that_fails_and_ranks_that_cannot_talk_are_broken(broken_mindsp
     assert finding.remedy
 
 
-# -- where MindSpore is not installed, or not imported: the launcher and the check work --------------------------------
-
-
-@pytest.fixture
-def bare(tmp_path) -> Path:
-    """A Python that finds no package at all, in a folder with no other Python that run.sh could use."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name in ("bash", "dirname", "ls", "cat"):
-        (folder / name).symlink_to(shutil.which(name))
-    python = folder / "python3"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -s -S "$@"\n')
-    python.chmod(0o755)
-    return python
-
-
-def test_run_sh_checks_a_fresh_clone_without_any_package(bare, tmp_path):
-    """It works from any folder, even one whose files have the names of Python's modules."""
-    clone, elsewhere = tmp_path / "a clone", tmp_path / "else where"
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "gaccum_ms", clone / "gaccum_ms", ignore=ignore)
-    shutil.copy(ROOT / "run.sh", clone)
+def test_run_sh_checks_a_fresh_clone_without_any_package(tmp_path):
+    """It works from any folder, even one whose files have the names of Python's modules. There is no other Python that
+    run.sh could use."""
+    clone, elsewhere, tools = tmp_path / "a clone", tmp_path / "else where", tmp_path / "bin"
     elsewhere.mkdir()
+    tools.mkdir()
+    for name in ("bash", "dirname", "ls", "cat"):
+        (tools / name).symlink_to(shutil.which(name))
+    bare = tools / "python3"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -s -S "$@"\n')
+    bare.chmod(0o755)
+    shutil.copytree(ROOT / "gaccum_ms", clone / "gaccum_ms", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "run.sh", clone)
     for name in ("socket", "argparse") if hasattr(sys.flags, "safe_path") else ():  # Python 3.10 would import them
         (elsewhere / f"{name}.py").write_text("raise SystemExit('this is not Python\\'s own')")
-    clean = {"PATH": str(bare.parent), "PYENV_ROOT": str(bare.parent), "PYTHONPATH": ""}
-    done = run(bare.parent / "bash", clone / "run.sh", "check", cwd=elsewhere, **clean)
+    clean = {"PATH": str(tools), "PYENV_ROOT": str(tools), "PYTHONPATH": ""}
+    done = run(tools / "bash", clone / "run.sh", "check", cwd=elsewhere, **clean)
     refused = run(bare, "-m", "gaccum_ms.launch", __file__, cwd=tmp_path)
     assert (refused.returncode, refused.stderr) == (2, "error: 'psutil' is not installed (pip install psutil).\n")
     assert done.returncode == 1

@@ -69,7 +69,10 @@ def test_what_a_launcher_needs_waits_until_it_reads_or_dies(reads, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as launcher:
         launcher.bind(f"\0{job}")
         launcher.settimeout(30)
-        fill(job)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as filler, contextlib.suppress(BlockingIOError):
+            filler.setblocking(False)
+            while True:
+                filler.sendto(b"filled", f"\0{job}")
         guard.tell(job, rank=0, still=1.0)  # lost
         sender = threading.Thread(target=guard.tell, args=(job,), kwargs=message, daemon=True)
         sender.start()
@@ -83,19 +86,18 @@ def test_what_a_launcher_needs_waits_until_it_reads_or_dies(reads, monkeypatch):
     assert not sender.is_alive()
 
 
-def send_as_nobody(name: str, message: bytes) -> None:
-    """Send a message to a socket, as another user."""
-    sends = (
-        "import os, socket, sys\nos.setgid(65534)\nos.setuid(65534)\n"
-        "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(sys.argv[2].encode(), '\\0' + sys.argv[1])"
-    )
-    subprocess.run([sys.executable, "-c", sends, name, message], check=True, timeout=60)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_messages_of_other_users_are_ignored():
     """Anybody can send to the launcher's socket, and to a rank's, and can see their names."""
     job = uuid.uuid4().hex
+    sends = (
+        "import os, socket, sys\nos.setgid(65534)\nos.setuid(65534)\n"
+        "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(sys.argv[2].encode(), '\\0' + sys.argv[1])"
+    )
+
+    def send_as_nobody(name: str, message: bytes) -> None:
+        subprocess.run([sys.executable, "-c", sends, name, message], check=True, timeout=60)
+
     with contextlib.closing(Reports(job)) as reports:
         send_as_nobody(job, json.dumps({"rank": 0, "code": 0}).encode())
         guard.tell(job, rank=0, at_end=True)
@@ -115,14 +117,6 @@ def test_a_message_may_be_long():
     with contextlib.closing(Reports(job)) as reports:
         guard.tell(job, rank=0, still=1.0, place=place)
         assert reports.read(30) == [{"rank": 0, "still": 1.0, "place": place}]
-
-
-def fill(job: str) -> None:
-    """Send a launcher messages until it takes no more."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(BlockingIOError):
-        sender.setblocking(False)
-        while True:
-            sender.sendto(b"filled", f"\0{job}")
 
 
 def test_a_guard_that_cannot_write_logs_reports_a_failed_rank(tmp_path):

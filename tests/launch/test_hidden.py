@@ -38,7 +38,7 @@ def test_a_launch_that_is_ended_leaves_nothing(tmp_path, pytestconfig, launcher,
     is done before."""
     options = ["-n", "2", "--launcher", launcher, "--end-timeout", "0"]
     options += ["--max-restarts", "1"] if end in ("SIGINT", "timeout") else []
-    options += ["--timeout", "8"] if end == "timeout" else []
+    options += ["--timeout", "5"] if end == "timeout" else []
     for number in range(pytestconfig.getoption("rounds")):
         folder, chance = tmp_path / str(number), random.Random(f"{end}, {number}")
         launched = Launched(write(folder / "script.py", HIDES + STAYS), *options)

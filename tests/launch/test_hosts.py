@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launched import TRAINS, Launched, printed, write
+from tests.launch.launched import CONNECTED, Launched, printed, write
 
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 pytestmark = pytest.mark.distributed
@@ -52,9 +52,8 @@ def run(text: str, folder: Path, prefix=(), **env: str) -> Launched:
     return Launched(None, program=[*prefix, "bash", str(folder / "printed.sh")], env=env, cwd=folder)
 
 
-@pytest.fixture
-def mpirun(hosts, tmp_path) -> dict[str, str]:
-    """Variables with which Open MPI enters a host's network namespace, where it would use ssh."""
+def test_open_mpi_starts_the_launcher_on_each_host_and_ends_all_when_a_rank_fails(hosts, tmp_path):
+    """In place of ssh, Open MPI enters a host's network namespace."""
     if shutil.which("mpirun") is None:
         pytest.skip("Open MPI is not installed: apt-get install openmpi-bin")
     enter = [" ".join(prefix) for prefix in hosts]
@@ -64,10 +63,6 @@ def mpirun(hosts, tmp_path) -> dict[str, str]:
         f'if [ "$host" = {ADDRESSES[0]} ]; then exec {enter[0]} sh -c "$*"; fi\nexec {enter[1]} sh -c "$*"\n'
     )
     ssh.chmod(0o755)
-    return {"OMPI_MCA_plm_rsh_agent": str(ssh)}
-
-
-def test_open_mpi_starts_the_launcher_on_each_host_and_ends_all_when_a_rank_fails(hosts, mpirun, tmp_path):
     folder = tmp_path / "a folder's"
     script = write(
         folder / "script.py",
@@ -78,7 +73,7 @@ def test_open_mpi_starts_the_launcher_on_each_host_and_ends_all_when_a_rank_fail
         'if rank == 3: raise ValueError("no such thing")\ntime.sleep(1000)',
     )
     text = printed(script, "-n", "2", *TWO, "--dry-run", "openmpi", args=["it's", "$HOME *"])
-    done = run(text, folder, hosts[0], **mpirun).finish()
+    done = run(text, folder, hosts[0], OMPI_MCA_plm_rsh_agent=str(ssh)).finish()
     assert done.returncode != 0
     assert "rank 3 on host 1 failed with exit code 1; all ranks of this host were ended." in done.stderr
     assert "ValueError: no such thing" in done.stderr
@@ -91,20 +86,17 @@ def test_open_mpi_starts_the_launcher_on_each_host_and_ends_all_when_a_rank_fail
 
 
 @pytest.mark.flaky(reruns=1, only_rerun="139")  # MindSpore's own SIGSEGV, which a launcher would name
-def test_ranks_train_without_a_launcher(hosts, tmp_path, monkeypatch):
+def test_ranks_communicate_without_a_launcher(hosts, tmp_path, monkeypatch):
     """The script ends with an AllReduce, so that no rank ends while another still needs it. The exit code is a failing
     rank's. Variables of another cluster do not mislead the ranks, even if they have this cluster's values."""
     monkeypatch.setenv("MS_SCHED_HOST", ADDRESSES[0])
     monkeypatch.setenv("RANK_ID", "7")
     script = tmp_path / "script.py"
-    ends = "    ops.AllReduce()(Tensor([1.0])).asnumpy()\n    sys.exit(3 * get_rank())\n"
-    script.write_text(TRAINS.read_text() + ends)
-    text = printed(script, "-n", "1", *TWO, "--dry-run", "ranks", args=["steps", str(tmp_path), "5", "pynative"])
+    script.write_text(CONNECTED + 'open(sys.argv[0] + str(rank), "w").write(str(total()))\ntotal()\nsys.exit(3 * rank)')
+    text = printed(script, "-n", "1", *TWO, "--dry-run", "ranks")
     assert f"export MS_SCHED_HOST={ADDRESSES[0]}\n" in text, "it was unset before"
     parts = re.split("^# Host .*:$", text, flags=re.MULTILINE)[1:]
     (tmp_path / "other").mkdir()
     both = [run(parts[0], tmp_path, hosts[0]), run(parts[1], tmp_path / "other", hosts[1])]
     assert [launched.finish().returncode for launched in both] == [0, 3]
-    results = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
-    assert len(results) == 1
-    assert results.pop().startswith("2 ")
+    assert [Path(f"{script}{rank}").read_text() for rank in range(2)] == ["3.0", "3.0"]

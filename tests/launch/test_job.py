@@ -1,4 +1,4 @@
-"""A launch on one host: of scripts that never import MindSpore, and of ranks that train."""
+"""A launch on one host: of scripts that never import MindSpore, and of ranks that communicate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.launch.launched import LIMIT, PYTHONPATH, ROOT, TIMEOUT, TRAINS, Launched, wait_until, write
+from tests.launch.launched import CONNECTED, LIMIT, PYTHONPATH, ROOT, TIMEOUT, Launched, wait_until, write
 
 pytestmark = pytest.mark.distributed
 
@@ -99,9 +99,6 @@ def test_an_output_that_takes_a_part_at_a_time_gets_all(unbuffered):
     assert process.returncode == 0
 
 
-# -- a rank fails, ends or stops: the error names the right one --------------------------------------------------------
-
-
 def test_a_rank_that_fails_beside_a_thread_that_lives_on_ends_all(tmp_path):
     """The end of its log is shown. Its process has some seconds, as for exit handlers."""
     script = write(
@@ -132,10 +129,10 @@ def test_ranks_that_go_on_alone_may(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-# A launcher that waits less long for a rank that is stopped.
+# A launcher that waits less long for a rank that is stopped, and for its end.
 IMPATIENT = (
-    "import sys; from gaccum_ms.launch import __main__, supervisor; supervisor.STOPPED_SECONDS = 1.0; "
-    "sys.exit(__main__.main())"
+    "import sys; from gaccum_ms.launch import __main__, job, supervisor; "
+    "supervisor.STOPPED_SECONDS = job.END_SECONDS = 1.0; sys.exit(__main__.main())"
 )
 
 
@@ -151,50 +148,25 @@ def test_a_stopped_rank_is_named(tmp_path):
     assert done.stderr.startswith("error: rank 1 is stopped (SIGSTOP) for 1 s, and others go on; all ranks were ended")
 
 
-# -- ranks that train: the cluster is real, and so are hanging AllReduces ----------------------------------------------
-
-
-def test_of_two_launches_at_once_one_trains_and_the_other_ends_with_a_killed_rank(tmp_path):
-    """Both have variables of another cluster. One is mpirun's, if there is one. The other's ranks are in an AllReduce
-    when one of them is killed."""
+def test_of_two_launches_at_once_one_succeeds_and_in_the_other_a_rank_ends_early(tmp_path):
+    """Both have variables of another cluster. One is mpirun's, if there is one. In the other, a rank waits in a
+    collective, in a busy loop, and another sleeps."""
     by_mpirun = ["--launcher", "mpirun"] if shutil.which("mpirun") else []
-    folder = tmp_path / "a folder"
-    folder.mkdir()
-    shutil.copy(TRAINS, script := folder / "a script.py")
-    arguments = ["steps", str(tmp_path), "1000000", "pynative"]
-    endless = Launched(TRAINS, "-n", "2", args=arguments, env=STALE, cwd=tmp_path)
-    arguments = ["steps", str(folder), "5", "pynative"]
-    done = Launched(script, "-n", "2", "--log-dir", "log output", *by_mpirun, args=arguments, env=STALE).finish()
-    assert done.returncode == 0, done.stderr
-    sizes, totals = zip(*((folder / f"rank{rank}").read_text().split() for rank in range(2)), strict=True)
-    assert sizes == ("2", "2")
-    assert len(set(totals)) == 1, "their data differ, so they must have communicated"
-    logs = folder / "log output" / "1"
-    assert sorted(str(path.relative_to(logs)) for path in logs.rglob("std*")) == [
-        f"rank.{rank}/{name}" for rank in range(2) for name in ("stderr", "stdout")
-    ]
-    endless.wait_for(tmp_path / "1")
-    wait_until(lambda: int((tmp_path / "1").read_text().split()[1]) >= 4)
-    os.kill(int((tmp_path / "1").read_text().split()[0]), signal.SIGKILL)
-    done = endless.finish()
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: rank 1 failed with exit code 137 (SIGKILL); all ranks were ended.")
-    assert f"the end of {tmp_path}/log_output/1/rank.1/stderr" in done.stderr
-
-
-def test_a_rank_that_ends_early_ends_the_others_that_stand_still(tmp_path):
-    """One waits in a collective of MindSpore, in a busy loop; another sleeps."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, time\nimport mindspore as ms\nfrom mindspore import ops\n"
-        'from mindspore.communication import get_rank, init\nms.set_device("CPU")\n'
-        "ms.set_context(mode=ms.PYNATIVE_MODE)\ninit()\nadd = ops.AllReduce()\n"
-        "for step in range(3):\n    print(add(ms.Tensor([1.0])).asnumpy())\n"
-        "if get_rank() == 1: sys.exit(0)\n"
-        "if get_rank() == 2: time.sleep(1000)\n"
-        "add(ms.Tensor([1.0])).asnumpy()"
+    (early := tmp_path / "early.py").write_text(
+        CONNECTED + 'assert total() == 6.0\nwhile not os.path.exists("go"): time.sleep(0.1)\n'
+        "if rank == 1: sys.exit(0)\nif rank == 2: time.sleep(1000)\ntotal()"
     )
-    done = Launched(script, "-n", "3", "--end-timeout", "3").finish()
+    fails = Launched(early, "-n", "3", "--end-timeout", "3", env=STALE)
+    (tmp_path / "a folder").mkdir()
+    (script := tmp_path / "a folder" / "a script.py").write_text(CONNECTED + "print(total())")
+    done = Launched(script, "-n", "2", "--log-dir", "log output", *by_mpirun, env=STALE).finish()
+    assert done.returncode == 0, done.stderr
+    logs = tmp_path / "a folder" / "log output" / "1"
+    said = {str(path.relative_to(logs)): path.read_text() for path in logs.rglob("stdout")}
+    assert said == {"rank.0/stdout": "3.0\n", "rank.1/stdout": "3.0\n"}
+    (tmp_path / "go").touch()
+    done = fails.finish()
     assert done.returncode == 1
     what = "error: rank 1 ended with exit code 0, and rank 0, rank 2 have stood still for 3 s since"
-    assert done.stderr.startswith(f"{what} (in {script}, line 13)"), done.stderr
+    line = CONNECTED.split("\n").index("def total():") + 2
+    assert done.stderr.startswith(f"{what} (in {early}, line {line})"), done.stderr

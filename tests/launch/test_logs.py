@@ -21,9 +21,8 @@ def test_a_log_folder_serves_one_launch_at_a_time(tmp_path):
 
 
 def test_a_log_folder_that_cannot_be_made_is_named(tmp_path):
-    script = write(tmp_path / "script.py", "")
     (tmp_path / "file").touch()
-    done = Launched(script, "--log-dir", "file/logs").finish()
+    done = Launched(write(tmp_path / "script.py", ""), "--log-dir", "file/logs").finish()
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: cannot write logs to '{tmp_path}/file/logs': Not a directory. Name another")
     assert done.stderr.count("\n") == 2

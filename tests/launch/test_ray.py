@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.launch.hidden import HIDES, STAYS, ends, kill
-from tests.launch.launched import LIMIT, PYTHONPATH, TRAINS, Launched, free_ports, wait_until, write
+from tests.launch.launched import CONNECTED, LIMIT, PYTHONPATH, Launched, free_ports, wait_until, write
 
 pytestmark = [
     pytest.mark.distributed,
@@ -58,9 +58,9 @@ class RayCluster:
         while self._nodes:
             self.remove_a_node()
 
-    def launch(self, script: Path, *options: str, args=(), cwd: Path, env=None, **more) -> Launched:
+    def launch(self, script: Path, *options: str, **more) -> Launched:
         where = ["--on", "ray", "--ray-address", self.address, "--nodes", "2", "-n", "1"]
-        return Launched(script, *where, *options, args=args, cwd=cwd, env=env, **more)
+        return Launched(script, *where, *options, **more)
 
 
 @pytest.fixture(scope="module")
@@ -72,33 +72,29 @@ def hosts(tmp_path_factory) -> Iterator[RayCluster]:
         running.end()
 
 
-def test_two_hosts_train_together_and_a_rank_that_raises_ends_all(hosts, tmp_path):
+def test_two_hosts_communicate_and_a_rank_that_raises_ends_all(hosts, tmp_path):
     """Rank 0's output is shown until then. Both hosts' ranks have the variables of this program."""
     folder = tmp_path / "it's $HOME *"
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(
-        TRAINS.read_text() + '    print(get_rank(), os.environ["TEST_VALUE"], os.getcwd(), flush=True)\n'
-        '    open(f"up.{get_rank()}", "x")\n'
-        '    while not os.path.exists(f"up.{1 - get_rank()}"): time.sleep(0.1)\n'
-        '    if get_rank() == 1: raise ValueError("no such thing")\n    time.sleep(1000)\n'
+        CONNECTED + 'print(rank, total(), os.environ["TEST_VALUE"], os.getcwd(), flush=True)\n'
+        'total()\nif rank == 1: raise ValueError("no such thing")\ntime.sleep(1000)\n'
     )
-    arguments = ["steps", str(folder), "5", "pynative"]
-    done = hosts.launch(script, args=arguments, cwd=folder, env={"TEST_VALUE": "a b"}).finish()
+    done = hosts.launch(script, env={"TEST_VALUE": "a b"}).finish()
     assert done.returncode == 1
-    assert f"0 a b {folder}\n" in done.stdout
+    assert f"0 3.0 a b {folder}\n" in done.stdout
     assert done.stderr.startswith("error: rank 1 on host 1 failed with exit code 1")
     assert f"the end of {folder}/log_output/host.1/1/rank.1/stderr" in done.stderr
     assert "ValueError: no such thing" in done.stderr
-    weights = {(folder / f"rank{rank}").read_text() for rank in range(2)}
-    assert len(weights) == 1, "their data differ, so they must have communicated"
-    assert weights.pop().startswith("2 ")
+    rank_1 = (folder / "log_output" / "host.1" / "1" / "rank.1" / "stdout").read_text()
+    assert rank_1 == f"1 3.0 a b {folder}\n"
     assert (folder / "log_output" / "host.0" / "1" / "rank.0" / "stdout").exists()
 
 
 def test_ctrl_c_ends_every_rank(hosts, tmp_path):
     script = write(tmp_path / "script.py", 'print("up", flush=True)\nopen(f"up.{rank}", "x")\ntime.sleep(1000)')
-    launched = hosts.launch(script, cwd=tmp_path)
+    launched = hosts.launch(script)
     launched.wait_for(tmp_path / "up.0", tmp_path / "up.1")
     assert launched.process.stdout.readline() == "up\n"
     assert len(launched.running()) >= 4  # msrun, a guard and a script on each host
@@ -111,7 +107,7 @@ def test_ctrl_c_ends_every_rank(hosts, tmp_path):
 
 def test_ranks_that_hide_end_with_this_program(hosts, tmp_path):
     """Ray kills the actors' children itself when it ends actors."""
-    launched = hosts.launch(write(tmp_path / "script.py", HIDES + STAYS), "--end-timeout", "0", cwd=tmp_path)
+    launched = hosts.launch(write(tmp_path / "script.py", HIDES + STAYS), "--end-timeout", "0")
     launched.wait_for(tmp_path / "up.0.0", tmp_path / "up.0.1")
     kill(launched, tmp_path, "launcher-guards")
     ends(launched, tmp_path)
@@ -120,7 +116,7 @@ def test_ranks_that_hide_end_with_this_program(hosts, tmp_path):
 def test_resources_that_no_host_has_are_named(hosts, tmp_path):
     script = write(tmp_path / "script.py", "")
     needs = ["--ray-resources", "CPU=1,NPU=1", "--start-timeout", "2"]
-    done = hosts.launch(script, *needs, cwd=tmp_path).finish()
+    done = hosts.launch(script, *needs).finish()
     assert done.returncode == 124
     why = "2 hosts with CPU 1, NPU 1 were not free within 2 s; 0 of Ray's 2 hosts have that much."
     assert done.stderr.startswith(f"error: {why}")

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from mindspore import Tensor, nn
+from mindspore import nn
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 from gaccum_ms.launch.restarts import Restarts
 from tests.launch.launched import TRAINS, Launched, processes, wait_until, write
-from tests.launch.training_rank import EPOCHS, make_network, samples_of_an_epoch
-from tests.support.reference import as_numpy
+from tests.launch.training_rank import EPOCHS, samples_of_an_epoch
+from tests.support.reference import OPTIMIZERS, Regression, train
 
 SECONDS = 1500  # for all restarts on a busy machine
 UPDATES = 6
@@ -50,22 +50,11 @@ def kill_rank_1(launched: Launched, folder: Path, attempt: int, batches: int) ->
     rank.kill()
 
 
-def whole_batches() -> nn.Cell:
-    """The network, trained by MindSpore's own step in this process, on the samples of each update as one batch."""
-    network, optimizer = make_network()
-    step = nn.TrainOneStepCell(network, optimizer).set_train()
-    x, y = samples_of_an_epoch(UPDATES)
-    for _ in range(EPOCHS):
-        for batch in zip(np.split(x, UPDATES // EPOCHS), np.split(y, UPDATES // EPOCHS), strict=True):
-            step(*map(Tensor, batch))
-    return network
-
-
 def test_all_begin_anew_and_those_that_are_left_make_the_same_updates(tmp_path, pynative):
     """The second rank of two is killed twice in succession, so one goes on alone. Two batches of each rank are an
     update, and then four. An update that was not saved is made again, and no other one."""
     options = ["-n", "2", "--timeout", str(SECONDS), "--max-restarts", "9", "--min-processes", "1"]
-    arguments = ["updates", str(tmp_path), str(UPDATES), "pynative"]
+    arguments = [str(tmp_path), str(UPDATES)]
     launched = Launched(TRAINS, *options, args=arguments, cwd=tmp_path, env={"TEST_STOP_AT": "3 4"})
     wait_until(lambda: rows_of(tmp_path, 1, 0)[5:] or launched.process.poll() is not None)
     for rank in range(2):  # a killed rank, or a host that loses power, may leave such files
@@ -88,16 +77,14 @@ def test_all_begin_anew_and_those_that_are_left_make_the_same_updates(tmp_path, 
         [2, 3, 3, 4],
         [3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6],
     ]
-    right = {each.name: as_numpy(each) for each in whole_batches().trainable_params()}
-    got = dict(np.load(tmp_path / "rank0.npz"))
-    for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
-        np.testing.assert_allclose(got[name], right[name], rtol=1e-4, atol=1e-6)
+    samples = zip(*(np.split(column, UPDATES // EPOCHS) for column in samples_of_an_epoch(UPDATES)), strict=True)
+    network, got = Regression(), dict(np.load(tmp_path / "rank0.npz"))
+    right = train(nn.TrainOneStepCell, network, OPTIMIZERS["momentum"](network.trainable_params()), [*samples] * EPOCHS)
+    for name in ("hidden", "out"):
+        np.testing.assert_allclose(got[name], right.state[name], rtol=1e-4, atol=1e-6)
 
 
-# -- without training --------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_fails_twice_is_left_out_with_its_device_or_fails_the_launch(tmp_path):
+def test_a_rank_that_fails_twice_is_left_out_with_its_device(tmp_path):
     """The logs of each attempt are kept, and those of an earlier launch are replaced."""
     script = write(
         tmp_path / "script.py",
@@ -116,11 +103,10 @@ def test_a_rank_that_fails_twice_is_left_out_with_its_device_or_fails_the_launch
     logs = tmp_path / "log_output"
     assert [(logs / attempt / "rank.0" / "stdout").read_text() for attempt in "123"] == shown
     assert not (logs / "3" / "rank.2").exists()
-    done = Launched(script, "-n", "3", "--max-restarts", "1").finish()
+    done = Launched(script, "-n", "2").finish()
     assert done.returncode == 1
-    assert done.stderr.count("note: all begin anew: restart") == 1
-    assert "error: rank 1 failed" in done.stderr.split("restart 1 of 1.")[1]
-    assert sorted(path.name for path in logs.iterdir() if path.is_dir()) == ["1", "2", "msrun", "msrun.2"]
+    assert done.stderr.startswith("error: rank 1 failed")
+    assert sorted(path.name for path in logs.iterdir() if path.is_dir()) == ["1", "msrun"]
 
 
 def failed(rank: int | None, code: int = 1) -> LaunchError:

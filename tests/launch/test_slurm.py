@@ -114,7 +114,8 @@ def test_a_job_whose_rank_fails_ends_on_both_nodes_and_is_requeued(slurm, tmp_pa
         'assert sys.argv[1:] == ["it\'s", "$HOME *"]\ncount = os.environ["GACCUM_MS_RESTART_COUNT"]\n'
         'open(f"up.{count}.{rank}", "w").write(f"{os.environ[\'SLURMD_NODENAME\']} {os.environ[\'RANK_SIZE\']}")\n'
         'while not os.path.exists(f"up.{count}.{1 - rank}"): time.sleep(0.1)\n'
-        'if (count, rank) == ("0", 1): raise ValueError("no such thing")\ntime.sleep(1000 * (count == "0"))',
+        'if (count, rank) == ("0", 1): raise ValueError("no such thing")\nif count == "0": time.sleep(1000)\n'
+        "os._exit(0)",  # at its end it would wait for the other host's
     )
     job = slurm.submit(script, "--max-restarts=1", args=("it's", "$HOME *"))
     wait_until(lambda: slurm.state(job) in ENDED)

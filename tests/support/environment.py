@@ -6,6 +6,8 @@ the processes that tests start. In graph mode, a kernel has one thread, here and
 of docs/ and sample_code/ run with MindSpore's own threads, as a user's do, and so do all tests if the environment has
 ``MS_DEV_HOST_BLOCKING_RUN=0`` .
 
+Ranks that MindSpore connects wait 3 to 5 seconds between two tries, at their start and at their end; here one.
+
 On a CPU with AVX-512, oneDNN can be limited only before the first computation; later tests with convolutions would
 warn. test_instructions.py starts processes without this variable.
 """
@@ -26,6 +28,8 @@ def of_tests() -> None:
     """Set the variables and the threads, before the first operator."""
     os.environ.setdefault(BLOCKING, "1")
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+    os.environ.setdefault("MS_RETRY_INTERVAL_LOWER", "1")
+    os.environ.setdefault("MS_RETRY_INTERVAL_UPPER", "1")
     of_graphs()
 
 
