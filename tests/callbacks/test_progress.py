@@ -22,6 +22,7 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Callback, LambdaCallback, LossMonitor
 
 from gaccum_ms import FlushAccumulation, ProgressBar
+from gaccum_ms.callbacks import progress
 from tests.accumulation.test_windows import Evaluation
 from tests.support.reference import Line, make_step
 from tests.support.reuse import Reused
@@ -73,7 +74,7 @@ def test_each_batch_is_drawn_with_its_numbers(pynative):
 def test_a_speed_is_that_since_the_last_drawing(monkeypatch, pynative):
     """By a clock that goes on by a second whenever it is read, as twice between two drawings of two samples. Without
     windows and clipping there is the batch's loss, and no norm."""
-    monkeypatch.setattr("gaccum_ms.callbacks.progress.time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
     bar, file = every_batch()
     fit(bar, epochs=4, initial_epoch=3)
     assert re.findall(r"(\d+) samples/s", file.getvalue())[:2] == ["1", "1"]
@@ -155,16 +156,18 @@ def test_a_notebook_shows_the_bar_as_a_widget():
     assert all(f" {number}/8 " in texts.replace("\u2007", " ") for number in range(9)), texts  # tqdm's space in HTML
 
 
-def test_the_device_is_read_only_when_a_bar_is_drawn(capfd, monkeypatch, tmp_path, pynative):
-    reads = []
-    original = ProgressBar.on_train_step_end.__globals__["_numbers"]
-    monkeypatch.setattr("gaccum_ms.callbacks.progress._numbers", lambda *of: reads.append(1) or original(*of))
-    with (tmp_path / "log").open("w") as log:
-        for bar in (ProgressBar(), ProgressBar(log), ProgressBar(io.StringIO(), show=False)):
-            fit(bar, epochs=1)  # pytest's standard error is a file
+def test_the_device_is_read_only_when_a_bar_is_drawn(capfd, monkeypatch, pynative):
+    """On rank 0, on a terminal, or where the user asks."""
+    reads, log = [], io.StringIO()
+    original = progress._numbers
+    monkeypatch.setattr(progress, "_numbers", lambda *of: reads.append(1) or original(*of))
+    for bar in (ProgressBar(), ProgressBar(log), ProgressBar(log, show=False)):
+        fit(bar, epochs=1)  # pytest's standard error is a file
+    with monkeypatch.context() as patch:
+        patch.setattr(progress, "rank_or_0", lambda: 1)
+        fit(ProgressBar(log, show=True), epochs=1)
     captured = capfd.readouterr()
-    assert "Epoch" not in captured.out + captured.err
-    assert (tmp_path / "log").read_text() == ""
+    assert "Epoch" not in captured.out + captured.err + log.getvalue()
     assert not reads
     file = io.StringIO()
     fit(ProgressBar(file, show=True, refresh_seconds=1000), epochs=3)
@@ -184,13 +187,6 @@ def test_an_error_leaves_the_bar_where_it_is_and_the_next_training_has_its_own(p
     assert file.getvalue().endswith("\n")
     fit(bar)
     assert "| 8/8 " in drawn(file)[-1]
-
-
-@pytest.mark.distributed
-def test_rank_0_alone_draws(rank_pair, tmp_path):
-    first, second = (str(results["drawn"]) for results in rank_pair.worker("tests.ranks.callbacks_worker", tmp_path))
-    assert re.search(r" 8/8 .* update 4\s*$", first)
-    assert second == ""
 
 
 @pytest.mark.parametrize(
