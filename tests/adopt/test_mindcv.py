@@ -27,7 +27,7 @@ theirs = package("mindcv.utils.train_step", EXTRA)
 factory = package("mindcv.utils.trainer_factory", EXTRA)
 
 
-def test_pynative_mode(pynative):
+def test_trains_as_mindcvs_step():
     data = few_batches(K)
     one = Tensor(1.0, ms.float32)
     whole = trained(lambda network, optimizer: theirs.TrainStep(network, optimizer, one), joined(data))
@@ -52,7 +52,7 @@ def arguments(network, **given):
 
 
 @pytest.mark.filterwarnings("ignore:getName:DeprecationWarning")  # raised by MindSpore when it saves a checkpoint
-def test_create_trainer_and_state_monitor(tmp_path):
+def test_create_trainer_and_state_monitor(tmp_path, pynative):
     """Clipping is of the window, and the average moves once for each. The monitor evaluates the averages, and changes
     no weight."""
     given = {"ema": True, "ema_decay": 0.9, "clip_grad": True, "clip_value": 0.3}

@@ -48,33 +48,20 @@ def numbers(outputs):
 
 
 def configuration(folder):
+    runner = {"epochs": 1, "batch_size": TEXTS // K, "gradient_accumulation_steps": K, "sink_mode": False}
+    step = {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": True, "max_grad_norm": 0.3}
     return MindFormerConfig(
-        run_mode="train",
-        output_dir=str(folder / "output"),
-        use_parallel=False,
-        use_legacy=True,
-        use_legacy_format=True,
-        do_eval=False,
-        profile=False,
-        resume_training=False,
-        load_checkpoint="",
-        micro_batch_interleave_num=1,
-        trainer={"type": "CausalLanguageModelingTrainer", "model_name": "llama"},
-        runner_config={"epochs": 1, "batch_size": TEXTS // K, "gradient_accumulation_steps": K, "sink_mode": False},
-        runner_wrapper={"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": True, "max_grad_norm": 0.3},
-        parallel={"parallel_mode": 0},
-        context={"mode": 0, "device_target": "CPU"},
-        optimizer={"type": "AdamW"},
+        run_mode="train", output_dir=str(folder / "output"), use_parallel=False, resume_training=False, do_eval=False,
+        profile=False, load_checkpoint="", use_legacy=True, use_legacy_format=True, micro_batch_interleave_num=1,
+        runner_config=runner, runner_wrapper=step, context={"mode": 0, "device_target": "CPU"},
+        trainer={"type": "CausalLanguageModelingTrainer", "model_name": "llama"}, optimizer={"type": "AdamW"},
         model={"model_config": {"type": "LlamaConfig"}, "arch": {"type": "LlamaForCausalLM"}},
         train_dataset={"input_columns": ["input_ids"], "batch_size": TEXTS // K},
-        train_dataset_task={"type": "CausalLanguageModelDataset"},
-        callbacks=[{"type": "MFLossMonitor"}],
+        train_dataset_task={"type": "CausalLanguageModelDataset"}, callbacks=[{"type": "MFLossMonitor"}],
         parallel_config={"data_parallel": 1, "model_parallel": 1, "pipeline_stage": 1, "micro_batch_num": 1},
-        checkpoint={"load_path": "", "no_load_optim": False},
-        recompute_config={"recompute": False},
-        monitor_config={},
-        moe_config={"expert_num": 1},
-    )
+        parallel={"parallel_mode": 0}, checkpoint={"load_path": "", "no_load_optim": False}, monitor_config={},
+        recompute_config={"recompute": False}, moe_config={"expert_num": 1},
+    )  # fmt: skip
 
 
 def test_by_the_trainers_setting_micro_batches_train_as_the_whole_batch(tmp_path, monkeypatch):

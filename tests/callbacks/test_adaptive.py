@@ -114,19 +114,13 @@ def test_two_ranks_do_the_same(rank_pair, tmp_path):
         assert "[3, 2] batches" in message
 
 
-# -- refused -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
+def test_bad_arguments_are_refused():
+    for options, error, text in (
         ({"target": float("inf")}, ValueError, "'target' must be positive and finite, but got inf"),
         ({"tolerance": 1.0}, ValueError, "'tolerance' must be larger than 1, but got 1.0"),
         ({"tolerance": True}, TypeError, "'tolerance' must be a float, but got True"),
         ({"min_steps": 4, "max_steps": 2}, ValueError, "must not be less than 'min_steps', but got 2 and 4"),
         ({"interval": 0}, ValueError, "'interval' must be at least 1, but got 0"),
-    ],
-)
-def test_bad_arguments_are_refused(options, error, text):
-    with pytest.raises(error, match=f"^For 'AdaptiveAccumulation', .*{text}"):
-        AdaptiveAccumulation(**options)
+    ):
+        with pytest.raises(error, match=f"^For 'AdaptiveAccumulation', .*{text}"):
+            AdaptiveAccumulation(**options)

@@ -8,13 +8,7 @@ import pytest
 from mindspore import Tensor, mint, nn
 from mindspore.experimental import optim
 
-from gaccum_ms import (
-    AccumulationScheduler,
-    FlushAccumulation,
-    WindowMonitor,
-    resume,
-    scale_learning_rate,
-)
+from gaccum_ms import AccumulationScheduler, FlushAccumulation, WindowMonitor, resume, scale_learning_rate
 from tests.accumulation.test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
 from tests.support.reference import Line, as_numpy, make_step
 from tests.support.reuse import Reused
@@ -46,18 +40,12 @@ def assert_windows(step, records, windows, rate=RATE):
     np.testing.assert_allclose(as_numpy(step.weights[0]), line_oracle(windows, rate=rate)[0][-1], rtol=1e-5)
 
 
-# -- MindSpore's newer optimizers, which have no `global_step` ---------------------------------------------------------
-
-
 def test_the_rate_of_an_optimizer_without_global_step_follows(pynative):
     step = make_step(Line(1.0), lambda weights: optim.SGD([{"params": weights, "lr": RATE}], 0.5), micro_size=2)
     step, records = fit(AccumulationScheduler({1: 2}, learning_rate="linear"), epochs=2, step=step)
     rates = [RATE] * 7 + [2 * RATE] * 4
     np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-6)
     assert_windows(step, records, [1] * 7 + [2, 2, 2, 1], rate=lambda update: rates[update])
-
-
-# -- which windows -----------------------------------------------------------------------------------------------------
 
 
 def test_by_epoch(pynative):
@@ -111,8 +99,6 @@ def test_an_open_window_keeps_the_number_that_it_began_with(pynative):
     assert windows == [3, 1, 1]
 
 
-# -- the learning rate -------------------------------------------------------------------------------------------------
-
 # With the schedule {1: 4, 2: 1} and a cell with 2, which is the number before the first entry.
 WINDOWS = [2, 2, 2, 1, 4, 3] + [1] * 7
 RATIOS = [1] * 4 + [2] * 2 + [0.5] * 7
@@ -147,9 +133,6 @@ def test_a_schedule_of_rates_follows_by_the_update(pynative):
     rates = [(0.1 - 0.09 * update / 13) * ratio for update, ratio in enumerate(RATIOS)]
     np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-5)
     assert_windows(step, records, WINDOWS, rate=lambda update: rates[update])
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
