@@ -3,46 +3,39 @@
 from __future__ import annotations
 
 import mindspore as ms
-import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
 from gaccum_ms import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.adopt import mindcv as adopted
-from tests.support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, trained
+from tests.support.adopted import (
+    ROUNDING,
+    K,
+    apart,
+    assert_takes_arguments_of,
+    averages,
+    few_batches,
+    joined,
+    steps,
+    trained,
+)
 from tests.support.package import package
-from tests.support.reference import CLASSES, FEATURES, as_numpy, make_network
+from tests.support.reference import as_numpy, batches, make_network
 
 EXTRA = "mindcv is in the extra 'test'"
 theirs = package("mindcv.utils.train_step", EXTRA)
 factory = package("mindcv.utils.trainer_factory", EXTRA)
 
 
-def of_ours(**arguments):
-    given = {"gradient_accumulation_steps": K, **arguments}
-    return lambda network, optimizer: adopted.train_step(network, optimizer, **given)
-
-
-def averages(step) -> dict[str, np.ndarray]:
-    return {one.name: as_numpy(one) for one in step.get_parameters() if one.name.startswith("ema.")}
-
-
-def test_pynative_mode(pynative):
-    batches = few_batches(K)
+def test_trains_as_mindcvs_step():
+    data = few_batches(K)
     one = Tensor(1.0, ms.float32)
-    whole = trained(lambda network, optimizer: theirs.TrainStep(network, optimizer, one), joined(batches))
-    assert apart(trained(of_ours(), batches).weights, whole.weights) < ROUNDING
-
-
-def classified(number: int = 2 * K):
-    random = np.random.default_rng(5)
-    x = random.normal(size=(4 * number, FEATURES)).astype(np.float32)
-    y = (np.abs(x).sum(axis=1) * 3).astype(np.int32) % CLASSES
-    return x, y
+    whole = trained(lambda network, optimizer: theirs.TrainStep(network, optimizer, one), joined(data))
+    assert apart(trained(steps(adopted.train_step)(), data).weights, whole.weights) < ROUNDING
 
 
 def data_set(samples: int):
-    return ms.dataset.NumpySlicesDataset(classified(), ["x", "y"], shuffle=False).batch(samples)
+    return ms.dataset.NumpySlicesDataset(batches(8 * K, 1)[0], ["x", "y"], shuffle=False).batch(samples)
 
 
 def arguments(network, **given):
@@ -59,7 +52,7 @@ def arguments(network, **given):
 
 
 @pytest.mark.filterwarnings("ignore:getName:DeprecationWarning")  # raised by MindSpore when it saves a checkpoint
-def test_create_trainer_and_state_monitor(tmp_path):
+def test_create_trainer_and_state_monitor(tmp_path, pynative):
     """Clipping is of the window, and the average moves once for each. The monitor evaluates the averages, and changes
     no weight."""
     given = {"ema": True, "ema_decay": 0.9, "clip_grad": True, "clip_value": 0.3}

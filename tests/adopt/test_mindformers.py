@@ -14,19 +14,20 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn, ops, train
 
 from gaccum_ms.adopt import mindformers as adopted
 from tests.support.adopted import K, apart, assert_takes_arguments_of
 from tests.support.package import package
-from tests.support.paths import worker
 from tests.support.reference import as_numpy
-from tests.support.small_llama import WORDS, small_llama, tokens
+from tests.support.small_llama import TEXTS, WORDS, small_llama, tokens
 
 os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp())  # otherwise mindformers writes into the working folder
 EXTRA = "In the project's folder: pip install --no-deps -r tests/mindformers.txt"
 wrapper = package("mindformers.wrapper.wrapper", EXTRA)
 package("mindformers.models.llama", EXTRA)
+from mindformers.tools.register import MindFormerConfig  # noqa: E402
+from mindformers.trainer.causal_language_modeling import CausalLanguageModelingTrainer  # noqa: E402
 
 ROUNDING = 2e-6
 RATES = [0.1, 0.2, 0.3]
@@ -42,37 +43,50 @@ class OnCpu(wrapper.MFTrainOneStepCell):
         return ops.logical_not(ms.amp.all_finite(compute_output))
 
 
-def train(make_step):
-    """The results on two batches: the weights, and each batch's loss, overflow, scale, learning rate and norm."""
-    network = small_llama()
-    optimizer = nn.Momentum(network.trainable_params(), RATES, 0.9)
-    step = make_step(network, optimizer, use_clip_grad=True, max_grad_norm=0.3).set_train()
-    outputs = [[float(value.asnumpy().reshape(())) for value in step(Tensor(batch))] for batch in tokens(2)]
-    return {one.name: as_numpy(one) for one in network.trainable_params()}, outputs
+def numbers(outputs):
+    return [float(value.asnumpy().reshape(())) for value in outputs]
 
 
-@pytest.fixture(scope="module")
-def whole_batches():
-    """mindformers' own step."""
-    return train(OnCpu)
+def configuration(folder):
+    runner = {"epochs": 1, "batch_size": TEXTS // K, "gradient_accumulation_steps": K, "sink_mode": False}
+    step = {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": True, "max_grad_norm": 0.3}
+    return MindFormerConfig(
+        run_mode="train", output_dir=str(folder / "output"), use_parallel=False, resume_training=False, do_eval=False,
+        profile=False, load_checkpoint="", use_legacy=True, use_legacy_format=True, micro_batch_interleave_num=1,
+        runner_config=runner, runner_wrapper=step, context={"mode": 0, "device_target": "CPU"},
+        trainer={"type": "CausalLanguageModelingTrainer", "model_name": "llama"}, optimizer={"type": "AdamW"},
+        model={"model_config": {"type": "LlamaConfig"}, "arch": {"type": "LlamaForCausalLM"}},
+        train_dataset={"input_columns": ["input_ids"], "batch_size": TEXTS // K},
+        train_dataset_task={"type": "CausalLanguageModelDataset"}, callbacks=[{"type": "MFLossMonitor"}],
+        parallel_config={"data_parallel": 1, "model_parallel": 1, "pipeline_stage": 1, "micro_batch_num": 1},
+        parallel={"parallel_mode": 0}, checkpoint={"load_path": "", "no_load_optim": False}, monitor_config={},
+        recompute_config={"recompute": False}, moe_config={"expert_num": 1},
+    )  # fmt: skip
 
 
-def test_micro_batches_train_as_the_whole_batch_with_all_five_outputs(whole_batches):
-    ours, outputs = train(functools.partial(adopted.train_step, gradient_accumulation_steps=K))
-    assert apart(ours, whole_batches[0]) < ROUNDING
-    np.testing.assert_allclose(outputs, whole_batches[1], rtol=1e-5)
-
-
-@pytest.mark.distributed
-def test_the_trainers_setting_takes_effect(whole_batches, programs, tmp_path):
-    """With mindformers' own Trainer and monitor."""
-    done = programs.run(worker("mindformers_worker.py"), str(tmp_path), folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = np.load(tmp_path / "results.npz")
-    assert int(result["steps"]) == K
-    ours = {name.removeprefix("weight/"): value for name, value in result.items() if name.startswith("weight/")}
-    assert apart(ours, whole_batches[0]) < ROUNDING
-    np.testing.assert_allclose(result["outputs"], whole_batches[1], rtol=1e-5)
+def test_by_the_trainers_setting_micro_batches_train_as_the_whole_batch(tmp_path, monkeypatch):
+    """With mindformers' own Trainer and monitor. Other callbacks get the five outputs of mindformers' step: loss,
+    overflow, scale, learning rate and norm."""
+    monkeypatch.chdir(tmp_path)
+    adopted.use_in_trainer()
+    adopted.use_in_trainer()  # a second call does nothing
+    networks, found = (small_llama(), small_llama()), []
+    whole, ours = (nn.Momentum(network.trainable_params(), RATES, 0.9) for network in networks)
+    step = OnCpu(networks[0], whole, use_clip_grad=True, max_grad_norm=0.3).set_train()
+    expected = [numbers(step(Tensor(batch))) for batch in tokens(2)]
+    note = train.LambdaCallback(on_train_step_end=lambda run: found.append(numbers(run.original_args().net_outputs)))
+    config, texts = configuration(tmp_path), tokens(2).reshape(2 * TEXTS, -1)
+    CausalLanguageModelingTrainer(model_name="llama").train(
+        config=config,
+        network=networks[1],
+        dataset=ms.dataset.NumpySlicesDataset({"input_ids": texts}, shuffle=False).batch(TEXTS),
+        optimizer=ours,
+        callbacks=[note],
+        is_full_config=True,
+    )
+    assert config.runner_config.gradient_accumulation_steps == K
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert apart(*({one.name: as_numpy(one) for one in network.trainable_params()} for network in networks)) < ROUNDING
 
 
 class Parts(nn.Cell):

@@ -8,9 +8,20 @@ import pytest
 from mindspore import Tensor, nn
 
 from gaccum_ms.adopt import mindone as adopted
-from tests.support.adopted import ROUNDING, K, apart, assert_takes_arguments_of, few_batches, joined, losses, trained
+from tests.support.adopted import (
+    ROUNDING,
+    K,
+    apart,
+    assert_takes_arguments_of,
+    averages,
+    few_batches,
+    joined,
+    losses,
+    steps,
+    trained,
+    with_average,
+)
 from tests.support.package import package
-from tests.support.reference import as_numpy
 
 EXTRA = "mindone is in the extra 'trainers'"
 trainers = package("mindone.trainers.train_step", EXTRA)
@@ -20,72 +31,35 @@ diffusers = package("mindone.diffusers.training_utils", EXTRA)
 ONE = Tensor(1.0, ms.float32)
 
 
-def of_mindone(steps=K, **arguments):
-    return lambda network, optimizer: trainers.TrainOneStepWrapper(
-        network, optimizer, ONE, gradient_accumulation_steps=steps, **arguments
+def by_rates(weights):
+    return nn.SGD(weights, [0.1 * (number + 1) for number in range(12)])
+
+
+def test_trainers_average_and_rates_are_per_update(mode):
+    """mindone's FIXME says "get_lr() will not increase global step". Its rates advance with updates, not with batches,
+    so its weights equal those of K = 1 on the joined batch, as ours do; its average moves with each batch."""
+    batches, clip = few_batches(), {"clip_grad": True, "clip_norm": 1.0}
+    of_theirs, of_ours = (
+        with_average(steps(step, ONE), lambda network: averaging.EMA(network, 0.9, offloading=False))
+        for step in (trainers.TrainOneStepWrapper, adopted.train_step)
     )
-
-
-def of_ours(steps=K, **arguments):
-    return lambda network, optimizer: adopted.train_step(
-        network, optimizer, ONE, gradient_accumulation_steps=steps, **arguments
-    )
-
-
-def with_average(make_step):
-    return lambda network, optimizer: make_step(ema=averaging.EMA(network, 0.9, offloading=False))(network, optimizer)
-
-
-def averages(step) -> dict[str, np.ndarray]:
-    return {one.name: as_numpy(one) for one in step.get_parameters() if one.name.startswith("ema.")}
-
-
-def test_trainers_the_average_moves_once_per_update(mode):
-    batches = few_batches()
-    whole = trained(with_average(lambda **ema: of_mindone(1, **ema)), joined(batches))
-    micro = trained(with_average(of_mindone), batches)
-    ours = trained(with_average(of_ours), batches)
-    assert apart(ours.weights, whole.weights) < ROUNDING
+    whole = trained(of_theirs(1, **clip), joined(batches), by_rates)
+    micro, ours = (trained(of(**clip), batches, by_rates) for of in (of_theirs, of_ours))
+    for run in (micro, ours):
+        assert apart(run.weights, whole.weights) < ROUNDING
+        assert int(run.optimizer.global_step.asnumpy()[0]) == 2
     assert apart(averages(ours.step), averages(whole.step)) < ROUNDING
     assert apart(averages(micro.step), averages(whole.step)) > 5e-5
 
 
-def by_rates(weights):
-    return nn.SGD(weights, [0.02 * (number + 1) for number in range(12)])
-
-
-def test_trainers_rates_are_per_update_in_both(mode):
-    """mindone's FIXME says "get_lr() will not increase global step". Its rates advance with updates, not with batches,
-    so it equals K = 1 on the joined batch, as ours does."""
-    batches = few_batches()
-    clip = {"clip_grad": True, "clip_norm": 0.3}
-    whole = trained(of_mindone(1, **clip), joined(batches), by_rates)
-    for make_step in (of_mindone, of_ours):
-        run = trained(make_step(**clip), batches, by_rates)
-        assert apart(run.weights, whole.weights) < ROUNDING
-        assert int(run.optimizer.global_step.asnumpy()[0]) == 2
-
-
-def of_adapter(steps=K, **arguments):
-    return lambda network, optimizer: adapter.TrainOneStepWrapper(
-        network, optimizer, gradient_accumulation_steps=steps, **arguments
-    )
-
-
-def of_ours_for_adapter(steps=K, **arguments):
-    return lambda network, optimizer: adopted.transformers_train_step(
-        network, optimizer, gradient_accumulation_steps=steps, **arguments
-    )
-
-
-@pytest.mark.parametrize("clip_grad", ["none", "norm", "value"])
+@pytest.mark.parametrize("clip_grad", ["norm", "value"])
 def test_transformers_accumulates_at_all(clip_grad):
-    batches = few_batches()
-    clip = {"clip_grad": clip_grad, "clip_value": 0.1}
-    whole = trained(of_adapter(1, **clip), joined(batches))
+    batches, clip = few_batches(), {"clip_grad": clip_grad, "clip_value": 0.1}
+    of_theirs = steps(adapter.TrainOneStepWrapper)
+    whole = trained(of_theirs(1, **clip), joined(batches))
     with pytest.raises(AttributeError, match="accumulated_grads"):
-        trained(of_adapter(**clip), batches)
-    ours = trained(of_ours_for_adapter(**clip), batches)
+        trained(of_theirs(**clip), batches)
+    ours = trained(steps(adopted.transformers_train_step)(**clip), batches)
     assert apart(ours.weights, whole.weights) < ROUNDING
     assert [bool(overflow.asnumpy()) for _, _, overflow in ours.outputs] == [False] * len(batches)
     windows = [np.mean(losses(ours.outputs)[start : start + K]) for start in (0, K)]
@@ -128,15 +102,7 @@ def test_diffusers_the_epochs_tail_is_divided_by_its_own_batches(mode):
         assert apart(trained(of_diffusers(max_grad_norm=2.0), batches).weights, whole.weights) > 5e-3
 
 
-def test_errors():
-    for given, error, words in (
-        ({"zero_helper": object()}, ValueError, "'zero_helper' must be left out.*ShardedOptimizer"),
-        ({"ema": averaging}, TypeError, "'ema' must be"),
-    ):
-        with pytest.raises(error, match=words):
-            trained(of_ours(**given), [])
-    with pytest.raises(ValueError, match="'clip_grad' must be one of"):
-        trained(of_ours_for_adapter(clip_grad="most"), [])
+def test_another_step_than_diffusers_is_refused():
     with pytest.raises(TypeError, match=r"must be a 'mindone\.diffusers\.training_utils\.TrainStep'"):
         adopted.diffusers_train_step(nn.Dense(2, 2))
 

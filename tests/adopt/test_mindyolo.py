@@ -92,7 +92,7 @@ def test_a_mean_over_a_batch_is_a_mean_over_the_window(mode):
     assert ours.updates == micro.updates == 2
 
 
-def test_clipping_is_of_the_window_not_of_each_batch():
+def test_clipping_is_of_the_window_not_of_each_batch(pynative):
     batches = few_batches()
     clip = {"clip_grad": True, "clip_grad_value": 0.5}
     for loss in (MeanLoss, BatchTimesLoss):
@@ -115,22 +115,16 @@ def test_its_own_average_and_a_dynamic_scale(ms_jit, pynative):
     ("given", "words"),
     [
         ({"task": "classify"}, "'task' must be one of"),
-        ({"reduction": None}, "'reduction' must be given for a loss that is not mindyolo's, but got a 'MeanLoss'"),
         ({"micro_size": 2}, "'micro_size' must be left out"),
         ({"overflow_still_update": True, "scaler": DynamicLossScaler(2, 2, 2)}, "need a fixed loss scale"),
     ],
 )
 def test_errors(given, words):
     network = Predictor()
-    arguments = {"task": "detect", "scaler": StaticLossScaler(1.0), "reduction": "mean", **given}
+    parts = {"network": network, "loss_fn": MeanLoss(), "optimizer": nn.SGD(network.trainable_params())}
+    arguments = {"task": "detect", "scaler": StaticLossScaler(1.0), "reduction": "mean", **parts, **given}
     with pytest.raises(ValueError, match=words):
-        adopted.train_step(
-            network=network,
-            loss_fn=MeanLoss(),
-            optimizer=nn.SGD(network.trainable_params()),
-            loss_ratio=1.0,
-            **arguments,
-        )
+        adopted.train_step(loss_ratio=1.0, **arguments)
 
 
 def test_arguments():

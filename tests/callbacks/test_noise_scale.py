@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import AdaptiveAccumulation, FlushAccumulation, GradNoiseScale
+from gaccum_ms import AdaptiveAccumulation, FlushAccumulation, GradNoiseScale, WindowMonitor
 from gaccum_ms.callbacks.noise_scale import ScaleRecord
 from gaccum_ms.record.noise_estimate import Average, WindowNoise
 from tests.accumulation.test_noise_record import make_step, targets
+from tests.support.state import manager
 
 
 def known_noise(samples, seed=2):
@@ -24,19 +24,23 @@ def known_noise(samples, seed=2):
     return (random.normal(size=(samples, 20)) * deviations).astype(np.float32), np.full(20, 20**-0.5, np.float32)
 
 
+def fit(step, y, batch, *callbacks):
+    ms.Model(step).train(1, NumpySlicesDataset((y,), shuffle=False).batch(batch), callbacks=list(callbacks))
+
+
 def test_on_a_quadratic_problem_the_estimate_is_near_the_truth(capsys):
     """In windows of two batches, with ragged micro-batches."""
-    samples = 5216
+    samples = 2592
     y, weight = known_noise(samples)
-    step = make_step(weight=weight, micro_batch_size=5, accumulation_steps=2)
-    noise = GradNoiseScale(smoothing=0.9995)
-    ms.Model(step).train(1, NumpySlicesDataset((y,), shuffle=False).batch(16), callbacks=[noise])
+    noise, plain, monitor = GradNoiseScale(smoothing=0.9995), GradNoiseScale(), WindowMonitor()
+    fit(make_step(weight=weight, micro_batch_size=5, accumulation_steps=2), y, 16, noise, plain, monitor)
     assert noise.noise_scale == pytest.approx(40, rel=0.2)
     assert noise.estimate.variance.value == pytest.approx(40, rel=0.2)
     assert noise.estimate.true_square_norm.value == pytest.approx(1, rel=0.2)
     assert len(noise.records) == samples // 32
     assert noise.records[-1] == (samples // 32, 32, noise.noise_scale)
-    assert capsys.readouterr().out == noise.advice + "\n"
+    assert capsys.readouterr().out == f"{noise.advice}\n{plain.advice}\n"
+    assert [record.noise_scale for record in monitor.records] == [record.noise_scale for record in plain.records]
 
 
 def test_estimates_are_unbiased_for_unequal_counts():
@@ -73,38 +77,31 @@ def test_the_advice_is_one_line():
     assert advice(1600, 256) == "batch 256 is 6 times below the critical size 1,600: accumulate over 6"
     assert advice(1600, 256, batches=3).endswith(": accumulate over 19")
     assert advice(1583, 1000) == "batch 1,000 is 1.6 times below the critical size 1,600: accumulate over 2"
-    assert advice(80, 256) == (
-        "batch 256 is 3 times above the critical size 80: a smaller one learns nearly as much from each update"
-    )
+    above = "batch 256 is 3 times above the critical size 80: a smaller one learns nearly as much from each update"
+    assert advice(80, 256) == above
     assert advice(200, 256) == "batch 256 is near the critical size 200: keep it"
     assert advice(0, 256) == "batch 256 has no noise that can be told: a smaller one learns as much from each update"
     assert GradNoiseScale().advice.startswith("the gradient noise is not known")
 
 
 def test_one_micro_batch_tells_nothing(pynative, capsys):
-    noise = GradNoiseScale()
-    step = make_step(micro_size=1)
-    ms.Model(step).train(1, NumpySlicesDataset((targets(8),), shuffle=False).batch(4), callbacks=[noise])
-    assert math.isnan(noise.noise_scale)
+    noise, monitor = GradNoiseScale(), WindowMonitor()
+    fit(make_step(micro_size=1), targets(8), 4, noise, monitor)
+    assert math.isnan(noise.noise_scale) and math.isnan(monitor.records[0].noise_scale)
     assert "no window of at least two micro-batches" in capsys.readouterr().out
 
 
 def test_each_window_counts_once_and_a_dropped_one_not_at_all(pynative):
     y = targets(10)
     y[5] = np.inf
-    manager = nn.DynamicLossScaleUpdateCell(2.0**4, 2, 1000)
-    step = make_step(micro_size=1, accumulation_steps=2, scale_sense=manager)
     noise = GradNoiseScale()
     # windows of samples 0-3; 4-7, dropped; 8-9, flushed, a single micro-batch
-    data = NumpySlicesDataset((y,), shuffle=False).batch(2)
-    ms.Model(step).train(1, data, callbacks=[noise, FlushAccumulation()])
+    step = make_step(micro_size=1, accumulation_steps=2, scale_sense=manager())
+    fit(step, y, 2, noise, FlushAccumulation())
     assert [record.update for record in noise.records] == [1, 2]
     assert [record.batch_size for record in noise.records] == [4, 2]
     assert noise.records[0].noise_scale == noise.records[1].noise_scale
     assert math.isfinite(noise.estimate.variance.value)
-
-
-# -- the curve ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_picture_has_the_curves(tmp_path):
@@ -137,9 +134,6 @@ def test_what_is_not_known_is_not_drawn(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# -- refused -----------------------------------------------------------------------------------------------------------
-
-
 def test_bad_smoothing_is_refused():
     with pytest.raises(ValueError, match=r"'smoothing' must be at least 0 and below 1, but got 1\.0"):
         GradNoiseScale(1.0)
@@ -149,4 +143,4 @@ def test_bad_smoothing_is_refused():
 def test_a_step_without_records_is_refused(kind):
     step = make_step(micro_size=2, record_noise=False)
     with pytest.raises(ValueError, match=f"For '{kind.__name__}', .* record_noise=True"):
-        ms.Model(step).train(1, NumpySlicesDataset((targets(8),)).batch(4), callbacks=[kind()])
+        fit(step, targets(8), 4, kind())

@@ -8,19 +8,11 @@ import pytest
 from mindspore import Tensor, mint, nn
 from mindspore.experimental import optim
 
-from gaccum_ms import (
-    AccumulationScheduler,
-    FlushAccumulation,
-    WindowMonitor,
-    resume,
-    scale_learning_rate,
-)
+from gaccum_ms import AccumulationScheduler, FlushAccumulation, WindowMonitor, resume, scale_learning_rate
 from tests.accumulation.test_windows import LINE_X, LINE_Y, RATE, line_data, line_oracle, line_step, place
 from tests.support.reference import Line, as_numpy, make_step
 from tests.support.reuse import Reused
 from tests.support.versions import before
-
-REFUSED_ON_2_7 = pytest.mark.xfail(before(2, 8), reason="on MindSpore 2.7 mint's SGD is refused")
 
 
 @Reused
@@ -48,25 +40,12 @@ def assert_windows(step, records, windows, rate=RATE):
     np.testing.assert_allclose(as_numpy(step.weights[0]), line_oracle(windows, rate=rate)[0][-1], rtol=1e-5)
 
 
-# -- MindSpore's newer optimizers, which have no `global_step` ---------------------------------------------------------
-
-
 def test_the_rate_of_an_optimizer_without_global_step_follows(pynative):
     step = make_step(Line(1.0), lambda weights: optim.SGD([{"params": weights, "lr": RATE}], 0.5), micro_size=2)
     step, records = fit(AccumulationScheduler({1: 2}, learning_rate="linear"), epochs=2, step=step)
     rates = [RATE] * 7 + [2 * RATE] * 4
     np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-6)
     assert_windows(step, records, [1] * 7 + [2, 2, 2, 1], rate=lambda update: rates[update])
-
-
-@REFUSED_ON_2_7
-def test_a_rate_that_is_compiled_in_is_refused_before_it_trains():
-    step = make_step(Line(1.0), lambda weights: mint.optim.SGD(weights, RATE), micro_size=2)
-    with pytest.raises(ValueError, match=r"must read its learning rate at each update, .* mindspore.mint.optim.SGD"):
-        fit(AccumulationScheduler({0: 1, 1: 2}, learning_rate="linear"), step=step)
-
-
-# -- which windows -----------------------------------------------------------------------------------------------------
 
 
 def test_by_epoch(pynative):
@@ -120,18 +99,15 @@ def test_an_open_window_keeps_the_number_that_it_began_with(pynative):
     assert windows == [3, 1, 1]
 
 
-# -- the learning rate -------------------------------------------------------------------------------------------------
-
 # With the schedule {1: 4, 2: 1} and a cell with 2, which is the number before the first entry.
 WINDOWS = [2, 2, 2, 1, 4, 3] + [1] * 7
 RATIOS = [1] * 4 + [2] * 2 + [0.5] * 7
 
 
-@pytest.mark.parametrize("rule", ["linear", "sqrt", None])
-def test_the_learning_rate_follows(rule):
+@pytest.mark.parametrize(("rule", "exponent"), [("linear", 1.0), ("sqrt", 0.5), (None, 0.0)])
+def test_the_learning_rate_follows(rule, exponent):
     """The optimizer's rate is for the cell's own number; a compiled step sees each new rate."""
     step, records = fit(AccumulationScheduler({1: 4, 2: 1}, learning_rate=rule), own=2, epochs=3)
-    exponent = {"linear": 1.0, "sqrt": 0.5, None: 0.0}[rule]
     rates = [RATE * ratio**exponent for ratio in RATIOS]
     np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-6)
     assert_windows(step, records, WINDOWS, rate=lambda update: rates[update])
@@ -140,14 +116,12 @@ def test_the_learning_rate_follows(rule):
 
 def test_the_learning_rate_follows_what_it_was_for_not_the_cells_own_number(tmp_path, pynative):
     """Saved at a rate for four batches, and resumed by a cell with two: the rate is already for four."""
-    schedule = AccumulationScheduler({0: 1, 1: 4}, learning_rate="linear")
+    schedule, monitor, file = AccumulationScheduler({0: 1, 1: 4}, "linear"), WindowMonitor(), tmp_path / "four.ckpt"
     step, _ = fit(schedule, epochs=2)
-    ms.save_checkpoint(step, str(tmp_path / "four.ckpt"))
+    ms.save_checkpoint(step, str(file))
     other = reused_step(2)
-    resume(other, tmp_path / "four.ckpt")
-    monitor = WindowMonitor()
-    callbacks = [monitor, schedule, FlushAccumulation()]
-    ms.Model(other).train(3, line_data(), callbacks=callbacks, initial_epoch=2)
+    resume(other, file)
+    ms.Model(other).train(3, line_data(), callbacks=[monitor, schedule, FlushAccumulation()], initial_epoch=2)
     assert {round(record.learning_rate / RATE, 5) for record in monitor.records} == {4.0}
     assert [record.batches for record in monitor.records] == [4, 3]
 
@@ -159,9 +133,6 @@ def test_a_schedule_of_rates_follows_by_the_update(pynative):
     rates = [(0.1 - 0.09 * update / 13) * ratio for update, ratio in enumerate(RATIOS)]
     np.testing.assert_allclose([record.learning_rate for record in records], rates, rtol=1e-5)
     assert_windows(step, records, WINDOWS, rate=lambda update: rates[update])
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,31 +152,29 @@ def test_refuses_bad_arguments(arguments, error, message):
         AccumulationScheduler(**arguments)
 
 
-def test_refuses_what_the_function_must_not_return_before_it_trains(pynative):
-    step = line_step(3)
-    with pytest.raises(ValueError, match="For 'AccumulationScheduler', the argument 'schedule' must be"):
-        ms.Model(step).train(1, line_data(), callbacks=[AccumulationScheduler(lambda update: 0)])
-    assert int(step.batch_count.asnumpy()) == 0
-    with pytest.raises(ValueError, match="the argument 'accumulation_steps' must be"):
-        step.set_accumulation_steps(0)
-
-
-def test_refuses_a_rate_that_cannot_follow_before_it_trains(pynative):
-    step = line_step(2, rate=nn.CosineDecayLR(0.01, 0.1, 8))
-    with pytest.raises(ValueError, match=r"but got the schedule 'CosineDecayLR'.* scale_learning_rate\(schedule, 1\)"):
-        ms.Model(step).train(1, line_data(), callbacks=[AccumulationScheduler({5: 4}, learning_rate="linear")])
-    assert int(step.batch_count.asnumpy()) == 0
-
-
 class TwoLosses(Line):
     def construct(self, x, y):
         return (self.weight * x).mean(), (self.weight * y).mean()
 
 
-def test_refuses_several_losses(pynative):
-    step = make_step(TwoLosses(1.0), micro_size=2, loss_weights=(1.0, 2.0))
-    with pytest.raises(ValueError, match=r"need a network of one loss, .* but got one of several losses"):
-        ms.Model(step).train(1, line_data(), callbacks=[AccumulationScheduler({0: 2})])
+def test_refuses_before_it_trains(pynative):
+    scheduled = line_step(2, rate=nn.CosineDecayLR(0.01, 0.1, 8))
+    two_losses = make_step(TwoLosses(1.0), micro_size=2, loss_weights=(1.0, 2.0))
+    for step, arguments, message in (
+        (reused_step(3), [lambda update: 0], "For 'AccumulationScheduler', the argument 'schedule' must be"),
+        (scheduled, [{5: 4}, "linear"], r"the schedule 'CosineDecayLR'.* scale_learning_rate\(schedule, 1\)"),
+        (two_losses, [{0: 2}], "need a network of one loss, .* but got one of several losses"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ms.Model(step).train(1, line_data(), callbacks=[AccumulationScheduler(*arguments)])
+        assert int(step.batch_count.asnumpy()) == 0
+
+
+@pytest.mark.xfail(before(2, 8), reason="on MindSpore 2.7 mint's SGD is refused")
+def test_refuses_a_rate_that_is_compiled_in():
+    step = make_step(Line(1.0), lambda weights: mint.optim.SGD(weights, RATE), micro_size=2)
+    with pytest.raises(ValueError, match=r"must read its learning rate at each update, .* mindspore.mint.optim.SGD"):
+        fit(AccumulationScheduler({0: 1, 1: 2}, learning_rate="linear"), step=step)
 
 
 def test_refuses_a_step_that_has_run_with_windows_of_one_batch(pynative):
@@ -216,3 +185,5 @@ def test_refuses_a_step_that_has_run_with_windows_of_one_batch(pynative):
     with pytest.raises(RuntimeError, match="a step that has run"):
         step.set_accumulation_steps(2)
     step.set_accumulation_steps(1)
+    with pytest.raises(ValueError, match="the argument 'accumulation_steps' must be"):
+        step.set_accumulation_steps(0)

@@ -10,12 +10,7 @@ import pytest
 from mindspore import nn, train
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import (
-    EvenSplit,
-    FlushAccumulation,
-    TrainingMetrics,
-    WindowMonitor,
-)
+from gaccum_ms import EvenSplit, FlushAccumulation, TrainingMetrics, WindowMonitor
 from gaccum_ms.training.step_in_model import samples_of_batch
 from tests.support.reference import CLASSES, batches, make_network, make_step
 from tests.support.state import manager
@@ -45,13 +40,16 @@ def accuracy(logits, labels):
     return (logits.argmax(1) == labels).mean()
 
 
+def data_set():
+    """Batches of six samples; the last has five."""
+    return NumpySlicesDataset((X, Y), shuffle=False).batch(6)
+
+
 def trained(callbacks, epochs=2, scaled=False, ratio=False, **options):
-    """Train on batches of six samples; the last has five."""
     options = {"micro_size": 2, "reduction": "ratio" if ratio else "mean", **options}
     scale = manager(2.0**8) if scaled else None
     model = ms.Model(make_step(WithLogits(ratio), lambda weights: nn.SGD(weights, 0.5), scale, aux=True, **options))
-    data_set = NumpySlicesDataset((X, Y), shuffle=False).batch(6)
-    model.train(epochs, data_set, callbacks=callbacks, dataset_sink_mode=False)
+    model.train(epochs, data_set(), callbacks=callbacks, dataset_sink_mode=False)
     return model.train_network
 
 
@@ -107,20 +105,16 @@ def test_samples_may_be_on_another_axis():
 
 def test_what_has_no_outputs_is_refused(pynative):
     step = make_step(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size=2)
-    data_set = NumpySlicesDataset((X, Y), shuffle=False).batch(6)
     with pytest.raises(ValueError, match=r"with aux=True .*, aux=False and dataset_sink_mode=False"):
-        ms.Model(step).train(1, data_set, callbacks=[TrainingMetrics({"accuracy": ACCURACY})])
+        ms.Model(step).train(1, data_set(), callbacks=[TrainingMetrics({"accuracy": ACCURACY})])
     assert int(step.batch_count.asnumpy()) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
+def test_bad_arguments():
+    for arguments, error, words in (
         (({},), ValueError, "'metrics' must not be empty"),
         (({"accuracy": "accuracy"},), TypeError, "'metrics' must be a dict"),
         (({"accuracy": ACCURACY}, 1), TypeError, "'show' must be a bool, but got 1"),
-    ],
-)
-def test_bad_arguments(arguments, error, words):
-    with pytest.raises(error, match=f"For 'TrainingMetrics', the argument {words}"):
-        TrainingMetrics(*arguments)
+    ):
+        with pytest.raises(error, match=f"For 'TrainingMetrics', the argument {words}"):
+            TrainingMetrics(*arguments)

@@ -1,20 +1,16 @@
-"""The cases of callbacks on ranks (support/ranks.py): windows that adapt to the noise over two ranks, and a training
-with a bar in a file."""
+"""The cases of callbacks on ranks (support/ranks.py): windows that adapt to the noise over two ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 from pathlib import Path
 
-import mindspore as ms
-import numpy as np
 from mindspore.communication import get_rank
 
-from gaccum_ms import AdaptiveAccumulation, FlushAccumulation, ProgressBar
+from gaccum_ms import AdaptiveAccumulation, FlushAccumulation
 from tests.callbacks.test_adaptive import fit, steps_of
-from tests.ranks.cases import error_of, named, set_up
-from tests.support.reference import Line, as_numpy, make_step
+from tests.ranks.cases import error_of, named
+from tests.support.reference import as_numpy
 from tests.support.two_ranks import Results
 
 
@@ -40,13 +36,4 @@ def follow(out: Path) -> Results:
     return results | named("uneven", {"message": message})
 
 
-def drawn(out: Path) -> Results:
-    set_up()
-    values, file = np.arange(8, dtype=np.float32) / 8, io.StringIO()
-    data = ms.dataset.NumpySlicesDataset((values, values), shuffle=False).batch(2)
-    step = make_step(Line(1.0), accumulation_steps=2)
-    ms.Model(step).train(2, data, callbacks=[ProgressBar(file, show=True, refresh_seconds=0)])
-    return {"drawn": np.array(file.getvalue())}
-
-
-CASES = {**dict.fromkeys(("follow", "astray", "uneven"), follow), "drawn": drawn}
+CASES = dict.fromkeys(("follow", "astray", "uneven"), follow)

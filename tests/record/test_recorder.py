@@ -13,18 +13,10 @@ from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import RunContext
 from mindspore.train.callback import _InternalCallbackParam
 
-from gaccum_ms import (
-    AccumulationScheduler,
-    CountMask,
-    FlushAccumulation,
-    GradNoiseScale,
-    ProgressBar,
-    WindowCallback,
-    WindowMonitor,
-)
+from gaccum_ms import AccumulationScheduler, CountMask, FlushAccumulation, ProgressBar, WindowCallback, WindowMonitor
 from gaccum_ms.record.recorder import WindowRecorder
 from tests.support import window_oracle as oracle
-from tests.support.reference import Line, as_numpy, make_network, make_step
+from tests.support.reference import Line, as_numpy, make_step
 
 X = np.array([1, 2, 4], np.float32)
 Y = np.array([0, 1, 1], np.float32)
@@ -52,9 +44,6 @@ def assert_record(record, expected):
             assert fields[name] is not None, name
             actual, wanted = (np.where(np.isfinite(numbers), numbers, np.nan) for numbers in (fields[name], value))
             np.testing.assert_allclose(actual, wanted, rtol=1e-5, err_msg=name)
-
-
-# -- the records -------------------------------------------------------------------------------------------------------
 
 
 class Calls(WindowCallback, train.LossMonitor):
@@ -119,28 +108,16 @@ def test_a_window_that_another_training_began_is_recorded_as_a_whole(pynative):
     assert monitor.records[0].updated
 
 
-# -- every field, against NumPy ----------------------------------------------------------------------------------------
-
+DROPS = {"count": CountMask(), "overflow": "drop_micro_batch"}
+TWO_LOSSES = {"count": oracle.COUNT_BOTH, "loss_weights": (1.0, 0.5)}
+POISONED = [(1, 0), (2, 0), (2, 2)]
 EACH_KIND = {
-    "dropped, counts": oracle.Case(
-        oracle.Masked, "jit", [(2, 1)], micro_size=2, count=CountMask(), overflow="drop_micro_batch", max_grad_norm=0.2
-    ),
+    "dropped, counts": oracle.Case(oracle.Masked, "jit", [(2, 1)], micro_size=2, max_grad_norm=0.2, **DROPS),
     "spanning, dropped": oracle.Case(
-        oracle.Masked,
-        poisoned=[(1, 0), (2, 0), (2, 2)],
-        micro_size=2,
-        accumulation_steps=2,
-        count=CountMask(),
-        overflow="drop_micro_batch",
-        flushes=True,
+        oracle.Masked, poisoned=POISONED, micro_size=2, accumulation_steps=2, flushes=True, **DROPS
     ),
     "two losses, an overflow": oracle.Case(
-        oracle.MaskedAndMean,
-        poisoned=[(1, 2)],
-        micro_size=3,
-        count=(CountMask(), None),
-        loss_weights=(1.0, 0.5),
-        scale=1024.0,
+        oracle.MaskedAndMean, poisoned=[(1, 2)], micro_size=3, scale=1024.0, **TWO_LOSSES
     ),
     "loss of the batch, a scale that the optimizer removes": oracle.Case(
         oracle.Spread, micro_size=2, scale=1024.0, fixed_scale=True, max_grad_norm=0.2
@@ -164,18 +141,6 @@ def test_every_field_is_the_oracles(kind, pynative):
     np.testing.assert_allclose(as_numpy(model.train_network.weights[0]), weight, rtol=1e-5)
 
 
-def test_the_noise_scale_is_that_of_gradnoisescale(pynative):
-    """After each update; NaN if a window has a single micro-batch."""
-    random = np.random.default_rng(0)
-    columns = random.normal(1, 1, 32).astype(np.float32), random.normal(size=32).astype(np.float32)
-    noise = GradNoiseScale()
-    records, _ = fit(columns, batch=4, callbacks=[noise], micro_size=2, record_noise=True)
-    assert [record.noise_scale for record in records] == [record.noise_scale for record in noise.records]
-    assert len({record.noise_scale for record in records}) >= 10
-    alone, _ = fit(columns, batch=4, epochs=1, micro_size=1, record_noise=True)
-    assert np.isnan(alone[0].noise_scale)
-
-
 def test_a_trained_step_is_freed_without_the_garbage_collector(pynative):
     """When a Cell goes, MindSpore compiles all others anew: that must not happen in the middle of a later training."""
     _, step = fit(epochs=1, micro_size=1)
@@ -184,22 +149,13 @@ def test_a_trained_step_is_freed_without_the_garbage_collector(pynative):
     assert freed() is None
 
 
-# -- what is refused ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "callback",
-    [Calls(), AccumulationScheduler({0: 2}), ProgressBar()],
-    ids=lambda one: type(one).__name__,
-)
-def test_another_network_has_no_windows(callback, pynative):
-    network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
+def test_another_network_has_no_windows(pynative):
+    network = Line(1.0)
     model = ms.Model(network, optimizer=nn.SGD(network.trainable_params(), 0.1))
-    data = NumpySlicesDataset((X, Y), shuffle=False).batch(2)
-    with pytest.raises(
-        ValueError, match=f"For '{type(callback).__name__}', .* must be a GradAccumulationCell, but got"
-    ):
-        model.train(1, data, callbacks=[callback])
+    for callback in (Calls(), AccumulationScheduler({0: 2}), ProgressBar()):
+        name = type(callback).__name__
+        with pytest.raises(ValueError, match=f"For '{name}', .* must be a GradAccumulationCell, but got"):
+            model.train(1, NumpySlicesDataset((X, Y), shuffle=False).batch(2), callbacks=[callback])
 
 
 def test_data_sinking_is_refused_where_each_window_counts():

@@ -80,6 +80,31 @@ def trained(
     return Trained({name: as_numpy(one) for name, one in weights.items()}, outputs, step, optimizer)
 
 
+def steps(make_step: Callable, *given: Any) -> Callable:
+    """Makes for `trained` a step of a network, an optimizer, `given` and the number of batches that share an update."""
+
+    def of(number: int = K, **arguments: Any) -> Callable:
+        return lambda network, optimizer: make_step(
+            network, optimizer, *given, gradient_accumulation_steps=number, **arguments
+        )
+
+    return of
+
+
+def with_average(make: Callable, average: Callable) -> Callable:
+    """These `steps` , with the average of a package."""
+
+    def of(number: int = K, **arguments: Any) -> Callable:
+        return lambda network, optimizer: make(number, ema=average(network), **arguments)(network, optimizer)
+
+    return of
+
+
+def averages(step: nn.Cell) -> dict[str, np.ndarray]:
+    """The average's Parameters."""
+    return {one.name: as_numpy(one) for one in step.get_parameters() if one.name.startswith("ema.")}
+
+
 def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     """The largest difference between weights."""
     assert one.keys() == other.keys()

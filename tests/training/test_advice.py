@@ -37,17 +37,18 @@ def make_step(network, **options):
     return reference.make_step(network, **(options or {"micro_size": 4}))
 
 
-def told(step, *batch) -> list[str]:
-    """The texts of all warnings in two calls, which have the lines of this file."""
+def told_of(call, *batches) -> list[str]:
+    """The texts of all warnings in these calls, which have the lines of this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
-            step(*map(Tensor, batch))
+        for batch in batches:
+            call(*map(Tensor, batch))
     assert all(one.filename == __file__ for one in caught)
     return [str(one.message) for one in caught]
 
 
-# -- losses that a look at the network reveals -------------------------------------------------------------------------
+def told(step, *batch) -> list[str]:
+    return told_of(step, batch, batch)
 
 
 def without_ignored(x, y):
@@ -116,18 +117,15 @@ def test_the_remedy_fits_the_loss(network, labels, options, said, pynative):
     assert all(said in text for text in texts)
 
 
-# -- hand-written loops ------------------------------------------------------------------------------------------------
-
-
 def closure(net, loss):
     return lambda x, y: loss(net(x), y)
 
 
-FUNCTIONS = {
-    "method of a network": lambda: of_classes().construct,
-    "closure": lambda: closure(dense(), nn.CrossEntropyLoss()),
-    "function": lambda: closure(dense(), ops.cross_entropy),
-}
+FUNCTIONS = [
+    lambda: of_classes().construct,
+    lambda: closure(dense(), nn.CrossEntropyLoss()),
+    lambda: closure(dense(), ops.cross_entropy),
+]
 
 
 def told_in_a_loop(function, *batches, counts=None) -> list[str]:
@@ -135,25 +133,16 @@ def told_in_a_loop(function, *batches, counts=None) -> list[str]:
     weights = [weight for cell in named_cells(function).values() for weight in cell.trainable_params()]
     accumulator = GradAccumulator(nn.SGD(weights, 0.1), 2, jit=False, check=None)
     grad_fn = accumulator.value_and_grad(function)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for batch in batches:
-            _, gradients = grad_fn(*map(Tensor, batch))
-            accumulator(tuple(gradients), counts and counts(*map(Tensor, batch)))
-    assert all(one.filename == __file__ for one in caught)
-    return [str(one.message) for one in caught]
+    return told_of(lambda *batch: accumulator(grad_fn(*batch)[1], counts and counts(*batch)), *batches)
 
 
-@pytest.mark.parametrize("kind", FUNCTIONS)
-def test_a_loop_is_told_of_ignored_labels_as_the_cell_is(kind, pynative):
+@pytest.mark.parametrize("make", FUNCTIONS, ids=["method of a network", "closure", "function"])
+def test_a_loop_is_told_of_ignored_labels_as_the_cell_is(make, pynative):
     halves = [(X[:4], IGNORED[:4]), (X[4:], IGNORED[4:])]
-    (text,) = told_in_a_loop(FUNCTIONS[kind](), *halves, *halves)
+    (text,) = told_in_a_loop(make(), *halves, *halves)
     assert text.startswith("For 'GradAccumulator', the loss '")
     assert "accumulator(gradients, gaccum_ms.CountNotIgnored()(*batch))" in text
-    assert told_in_a_loop(FUNCTIONS[kind](), *halves, counts=CountNotIgnored()) == []
-
-
-# -- state and summaries -----------------------------------------------------------------------------------------------
+    assert told_in_a_loop(make(), *halves, counts=CountNotIgnored()) == []
 
 
 class Stateful(nn.Cell):
@@ -247,9 +236,6 @@ def test_summaries_are_told_to_be_of_the_last_micro_batch():
     assert "records summaries (WithSummary), and of a batch only the last micro-batch's is kept" in text
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------------
-
-
 class MeanSquare(nn.Cell):
     def construct(self, outputs):
         return (outputs**2).mean()
@@ -307,18 +293,14 @@ def test_distributed_data_parallel_is_refused_with_the_mode_that_replaces_it(pyn
             make()
 
 
-# -- evaluation mode ---------------------------------------------------------------------------------------------------
-
-
 def normed(**options):
     return nn.SequentialCell(dense(2), nn.BatchNorm1d(2, **options), nn.Dense(2, 1))
 
 
-NETWORKS = {
-    "dropout": lambda: nn.SequentialCell(dense(1), nn.Dropout(p=0.5)),
-    "batch norm": normed,
-    "frozen by choice": lambda: normed(use_batch_statistics=False),
-}
+def in_part():
+    network = normed()
+    network[0].set_train()
+    return network
 
 
 def loop(network):
@@ -334,17 +316,20 @@ def bare_step(network):
     return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.1))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_training_in_evaluation_mode_is_told_once(name, pynative):
+@pytest.mark.parametrize(
+    ("make", "number"),
+    [
+        (lambda: nn.SequentialCell(dense(1), nn.Dropout(p=0.5)), 1),
+        (normed, 1),
+        (lambda: normed(use_batch_statistics=False), 0),  # frozen by choice
+        (in_part, 0),
+    ],
+    ids=["dropout", "batch norm", "frozen", "in part"],
+)
+def test_training_in_evaluation_mode_is_told_once(make, number, pynative):
     for train in (loop, bare_step):
-        texts = told(train(NETWORKS[name]()), X, X[:, :1])
-        assert len(texts) == (name != "frozen by choice")
+        texts = told(train(make()), X, X[:, :1])
+        assert len(texts) == number
         assert all("is trained in evaluation mode" in text and "call set_train()" in text for text in texts)
-        texts = told(train(NETWORKS[name]().set_train()), X, X[:, :1])
+        texts = told(train(make().set_train()), X, X[:, :1])
         assert not any("evaluation mode" in text for text in texts)
-
-
-def test_a_part_in_training_mode_is_the_users_choice(pynative):
-    network = normed()
-    network[0].set_train()
-    assert told(loop(network), X, X[:, :1]) == []

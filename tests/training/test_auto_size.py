@@ -9,27 +9,19 @@ from __future__ import annotations
 
 import resource
 import warnings
-from typing import Any
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import (
-    Accumulators,
-    AutoSize,
-    CountNotIgnored,
-    GradAccumulationCell,
-    TrainOneStepWithGradAccumulationCell,
-    WindowBatchNorm,
-)
+from gaccum_ms import Accumulators, AutoSize, CountNotIgnored, WindowBatchNorm
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.memory.proc import sizes_in
 from tests.support import reference
 from tests.support.alone import alone
-from tests.support.reference import OPTIMIZERS, Outer, Regression, as_numpy, batches, relative_error, vector
+from tests.support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error, vector
 from tests.support.state import assert_close, assert_identical
 from tests.support.two_ranks import case
 
@@ -85,11 +77,8 @@ def make_step(network, scale=None, **options):
 
 
 def run(step, data):
-    return [[float(one.asnumpy()) for one in _tuple(step(*map(Tensor, batch)))] for batch in data]
-
-
-def _tuple(value):
-    return value if isinstance(value, tuple) else (value,)
+    """The losses."""
+    return [float(step(*map(Tensor, batch)).asnumpy()) for batch in data]
 
 
 def state(step):
@@ -97,31 +86,19 @@ def state(step):
     return buffers | {one.name: as_numpy(one) for one in step.get_parameters()}
 
 
-# -- as with an explicit number ----------------------------------------------------------------------------------------
-
-
 def test_trains_as_with_the_number(pynative):
     """Micro-batches have six samples, so the last is smaller; the last batch is short. The last bits may differ: in
     them, CPU kernels depend on the weights' addresses."""
     data = [*batches(16, 2), *batches(5, 1, seed=8)]
     options = {"count": CountNotIgnored(), "accumulators": Accumulators(compensated=True)}
-    runs = []
-    for name in ("auto", "number"):
-        if name == "auto":
-            step = make_step(Regression(), micro_batch_size=AutoSize(PLENTY), **options)
-            step._runner.runner.cut_into(6)  # without a search
-        else:
-            step = make_step(Regression(), micro_batch_size=6, jit=False, **options)
-        losses = run(step, data)
-        assert step.micro_batch_size == 6
-        values = {one.name.removeprefix("network."): as_numpy(one) for one in step.network.get_parameters()}
-        runs.append((losses, values, step.batch_count.asnumpy(), step.update_count.asnumpy()))
-    np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-6)
-    assert runs[0][2:] == runs[1][2:]
-    assert_close(runs[0][1], runs[1][1], 1e-6)
-
-
-# -- when memory runs out in training ----------------------------------------------------------------------------------
+    auto = make_step(Regression(), micro_batch_size=AutoSize(PLENTY), **options)
+    auto._runner.runner.cut_into(6)  # without a search
+    number = make_step(Regression(), micro_batch_size=6, jit=False, **options)
+    np.testing.assert_allclose(run(auto, data), run(number, data), rtol=1e-6)
+    assert auto.micro_batch_size == 6
+    for count in ("batch_count", "update_count"):
+        assert getattr(auto, count).asnumpy() == getattr(number, count).asnumpy()
+    assert_close(*({one.name: as_numpy(one) for one in step.weights} for step in (auto, number)), 1e-6)
 
 
 def marked(batch):
@@ -212,15 +189,13 @@ def train_in_a_small_address_space() -> tuple[list[int], list[str], np.ndarray, 
         errors.append(repr(error)[:300])
         return is_out_of_memory(error)
 
-    def step_of(network: nn.Cell, **options: Any) -> TrainOneStepWithGradAccumulationCell:
-        cell = GradAccumulationCell(network, **options)
-        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-        return TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+    def momentum(weights):
+        return nn.Momentum(weights, 0.1, 0.9)
 
     # A training of few samples makes MindSpore's threads, before there is a limit.
-    step_of(FourthPower(), micro_size=1)(Tensor(np.ones((4, 1), np.float32))).asnumpy()
+    reference.make_step(FourthPower(), momentum, micro_size=1)(Tensor(np.ones((4, 1), np.float32))).asnumpy()
     network = FourthPower()
-    step = step_of(network, micro_batch_size=AutoSize(1 << 50, notes_and_says))
+    step = reference.make_step(network, momentum, micro_batch_size=AutoSize(1 << 50, notes_and_says))
     room = sizes_in("/proc/self/status")["VmSize"] + 900_000_000
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
     expected, moment = as_numpy(network.weight), 0.0
@@ -246,34 +221,13 @@ def test_a_real_limit_of_the_address_space():
     np.testing.assert_allclose(weights, expected, rtol=5e-3)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 def test_options_that_are_refused():
-    for options, error, message in (
-        ({"loss_weights": (1.0, 2.0)}, ValueError, r"needs one loss .* but got 2 loss\(es\)"),
-        ({"jit": False}, ValueError, "'auto' compiles in PyNative mode too, .* but got jit=False"),
-        ({"micro_size": 2}, ValueError, "exactly one of 'micro_size'"),
-        ({"micro_batch_size": "automatic"}, TypeError, "'micro_batch_size' must be an int, but got 'automatic'"),
-    ):
-        with pytest.raises(error, match=message):
-            make_step(Regression(), **{"micro_batch_size": "auto", **options})
-    for options, error, message in (
-        ({"memory_limit": 0}, ValueError, "'memory_limit' must be at least 1"),
-        ({"is_out_of_memory": 3}, TypeError, "'is_out_of_memory' must be a function of an error, but got 3"),
-    ):
-        with pytest.raises(error, match=f"For 'AutoSize', the argument {message}"):
-            AutoSize(**options)
-
-
-def test_is_refused_in_another_graph():
-    """Data sinking puts the step into such a graph."""
-    step = make_step(Regression(), micro_batch_size="auto")
-    with pytest.raises(RuntimeError, match=r"'auto' needs Python between the batches, .*dataset_sink_mode=False"):
-        Outer(step)(*map(Tensor, batches(8, 1)[0]))
-
-
-# -- ranks -------------------------------------------------------------------------------------------------------------
+    with pytest.raises(TypeError, match="'micro_batch_size' must be an int, but got 'automatic'"):
+        make_step(Regression(), micro_batch_size="automatic")
+    with pytest.raises(ValueError, match="For 'AutoSize', the argument 'memory_limit' must be at least 1"):
+        AutoSize(memory_limit=0)
+    with pytest.raises(TypeError, match="'AutoSize', the argument 'is_out_of_memory' must be a function of an error"):
+        AutoSize(is_out_of_memory=3)
 
 
 @pytest.mark.distributed

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import CountNotIgnored, GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
+from gaccum_ms import CountNotIgnored, GradAccumulator
 from gaccum_ms.backend import kernel_seeds
+from tests.support.reference import make_step
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, 6)).astype(np.float32)
@@ -81,8 +82,7 @@ def trained(way: str, check) -> dict[str, object]:
                 trained(gradients)
                 losses.append(loss.asnumpy())
         else:
-            cell = GradAccumulationCell(network, check=check, **options)
-            trained = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
+            trained = make_step(network, lambda weights: optimizer, check=check, **options)
             losses = [trained(Tensor(X), Tensor(Y)).asnumpy() for _ in range(3)]
     assert str(trained.run_record.loss_check).startswith("skipped" if check is None else ("equal", "undecided"))
     return {
@@ -107,18 +107,11 @@ def test_a_training_has_the_same_bits_with_and_without_it(way):
         np.testing.assert_equal(measured[name], value, err_msg=name)
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
-
-
-def dense(outputs):
-    weight = np.linspace(-1, 1, 6 * outputs).reshape(outputs, 6).astype(np.float32)
-    return nn.Dense(6, outputs, weight_init=Tensor(weight), bias_init="zeros")
-
-
 class Loss(nn.Cell):
     def __init__(self, loss, outputs=1):
         super().__init__()
-        self.net, self.loss = dense(outputs), (loss,)
+        weight = np.linspace(-1, 1, 6 * outputs).reshape(outputs, 6).astype(np.float32)
+        self.net, self.loss = nn.Dense(6, outputs, weight_init=Tensor(weight), bias_init="zeros"), (loss,)
 
     def construct(self, x, y):
         return self.loss[0](self.net(x), y)
@@ -132,10 +125,6 @@ def root(outputs, targets):
     return ops.sqrt(ops.square(outputs - targets).mean())
 
 
-def kept_labels(outputs, labels):
-    return ops.cross_entropy(outputs, labels)
-
-
 def texts_of(call, *batches):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -146,8 +135,7 @@ def texts_of(call, *batches):
 
 
 def step_of(network, **options):
-    cell = GradAccumulationCell(network, **{"micro_size": 4, **options})
-    return TrainOneStepWithGradAccumulationCell(cell, nn.SGD(network.trainable_params(), 0.01)).set_train()
+    return make_step(network, lambda weights: nn.SGD(weights, 0.01), **{"micro_size": 4, **options})
 
 
 def loop_of(network, count=lambda x, y: None):
@@ -189,10 +177,10 @@ def test_what_is_known_of_a_loss_is_said_before_its_window_ends(pynative):
 
 def test_the_counts_that_a_loop_gives_are_measured(pynative):
     halves = (X[:4], LABELS[:4]), (X[4:], LABELS[4:])
-    loop, accumulator = loop_of(Loss(kept_labels, 3), CountNotIgnored())
+    loop, accumulator = loop_of(Loss(ops.cross_entropy, 3), CountNotIgnored())
     assert texts_of(loop, *halves, *halves) == []
     assert "equal: parts of 4, 4 sample(s)" in str(accumulator.run_record)
-    loop, accumulator = loop_of(Loss(kept_labels, 3), lambda x, y: len(y))
+    loop, accumulator = loop_of(Loss(ops.cross_entropy, 3), lambda x, y: len(y))
     (text,) = texts_of(loop, *halves, *halves)
     assert MEASURED in text and "accumulator(gradients, gaccum_ms.CountNotIgnored()(*batch))" in text
 

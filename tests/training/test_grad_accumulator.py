@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import (
-    Accumulators,
-    ClipByGlobalNorm,
-    GradAccumulator,
-    SkipSpikes,
-    Transform,
-    WeightAverage,
-    resume,
-)
+from gaccum_ms import Accumulators, ClipByGlobalNorm, GradAccumulator, SkipSpikes, Transform, WeightAverage, resume
 from tests.support.reference import (
     OPTIMIZERS,
     Regression,
@@ -29,6 +21,7 @@ from tests.support.reference import (
     fails_once,
     relative_error,
     train,
+    vector,
 )
 from tests.support.reuse import Reused
 from tests.support.state import assert_identical, everything, manager
@@ -82,9 +75,6 @@ def place(accumulator) -> tuple[int, int]:
     return int(accumulator.update_count.asnumpy()), int(accumulator.window_position.asnumpy())
 
 
-# -- equivalence -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("way", "weight", "scale"),
     [("pynative", "samples", 8.0), ("jit", None, None), ("graph", None, "manager"), ("pynative", "counts", None)],
@@ -124,9 +114,6 @@ def test_successive_batches_equal_the_joined_batch(way, weight, scale):
         assert [bool(updated) for _, updated in results] == [False, False, True]
         losses.append(np.average([float(loss.asnumpy()) for loss, _ in results], weights=sizes))
     assert_equivalent(Run(np.array(losses), trained(optimizer)), expected, TOLERANCE)
-
-
-# -- flush, clear, no_update -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,9 +178,6 @@ def test_no_update_lets_a_window_go_on_until_the_first_call_after_it(mode):
     assert moved(accumulator) == [6.0, 0.0]
 
 
-# -- loss scaling and overflow -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("way", "position", "value"), [("pynative", 0, float("inf")), ("graph", 2, float("nan"))])
 def test_an_overflow_drops_its_window_and_halves_the_scale(position, value, way):
     accumulator = make_accumulator(3, "adam", way, scale="manager")
@@ -247,9 +231,6 @@ def test_drop_micro_batch_beside_transforms():
     assert moved(accumulator) == [1.0, 2.0]
 
 
-# -- records -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_loss_in_a_record_is_the_windows_mean_without_what_is_left_out(pynative):
     options = {"scale": "manager", "overflow": "drop_micro_batch", "max_grad_norm": float("inf")}
     accumulator = make_accumulator(3, **options)
@@ -291,9 +272,6 @@ def test_records_of_a_loop_within_jit(tmp_path, pynative):
         if load:
             load(accumulator, earlier)
     assert moved(accumulator) == [2.5, 2.5]
-
-
-# -- accumulators, number of steps, compilation ------------------------------------------------------------------------
 
 
 class Traced(nn.SGD):
@@ -340,16 +318,13 @@ class CountsUpdates(Transform):
 def test_compiles_by_default_and_says_where_it_cannot(pynative):
     typed = {"__name__": "__main__"}
     exec(SOURCE_IN_NO_FILE, typed)
-    # fmt: off
-    cases = [
+    for transforms, options, problem in (
         ((), {}, None),
         ((typed["typed"],), {}, "'typed', whose source is in no file"),
         ((lambda gradients: gradients,), {}, "a lambda within other code, in line"),
         ((CountsUpdates(),), {}, r"writes self\.made of 'CountsUpdates'\. So the accumulator runs eagerly"),
         ((CountsUpdates(),), {"jit": False}, None),
-    ]
-    # fmt: on
-    for transforms, options, problem in cases:
+    ):
         weight = ms.Parameter(Tensor([10.0, 20.0], ms.float32), name="weight")
         expected = contextlib.nullcontext() if problem is None else pytest.warns(UserWarning, match=problem)
         with expected as warned:
@@ -358,9 +333,6 @@ def test_compiles_by_default_and_says_where_it_cannot(pynative):
         assert [accumulator(gradient(x)) for x in (1.0, 3.0)] == [False, True]
         assert moved(accumulator) == [2.0, 0.0]
         assert bool(accumulator.compile_cache) == (problem is None and not options)
-
-
-# -- bad input: one clear error, and nothing has changed ---------------------------------------------------------------
 
 
 class Plain(nn.Optimizer):
@@ -377,15 +349,9 @@ def test_refuses_bad_arguments(parallel_context):
         ({"optimizer": nn.ReLU()}, TypeError, "argument 'optimizer' must be an nn.Optimizer, but got 'ReLU'"),
         ({"optimizer": Plain(0.1, [wave])}, TypeError, "optimizer's parameters must be real, .*: wave. Keep real"),
         ({"accumulation_steps": 0}, ValueError, "argument 'accumulation_steps' must be at least 1, but got 0"),
-        ({"accumulation_steps": 2.0}, TypeError, "argument 'accumulation_steps' must be an int, but got 2.0 of type"),
-        ({"accumulation_steps": True}, TypeError, "argument 'accumulation_steps' must be an int, but got True"),
-        ({"max_grad_norm": -1.0}, ValueError, "argument 'max_grad_norm' must be positive, but got -1.0"),
         ({"accumulators": ms.float16}, TypeError, "argument 'accumulators' must be gaccum_ms.Accumulators"),
-        ({"overflow": "drop"}, ValueError, "argument 'overflow' must be one of .* but got 'drop'"),
         ({"jit": None}, TypeError, "argument 'jit' must be a bool, but got None"),
         ({"scale_sense": 1024.0}, TypeError, "argument 'scale_sense' must be a Cell or a Tensor"),
-        ({"scale_sense": Tensor([1.0, 2.0], ms.float32)}, ValueError, "shape of 'scale_sense' must be "),
-        ({"scale_sense": Tensor(0.0, ms.float32)}, ValueError, "argument 'scale_sense' must be positive"),
     ):
         with pytest.raises(error, match=f"For 'GradAccumulator', the {message}"):
             GradAccumulator(**{"optimizer": optimizer, "accumulation_steps": 2, **arguments})
@@ -422,10 +388,15 @@ def test_refuses_bad_batches_before_anything_changes():
     assert accumulator(gradient(3.0), 2) is True
 
 
+def summing(steps):
+    """An accumulator, and its function whose gradient is the sum of the samples."""
+    accumulator = make_accumulator(steps)
+    return accumulator, accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
+
+
 def test_gradients_that_know_their_samples_are_not_mixed_with_others():
     """A count goes before samples."""
-    accumulator = make_accumulator(2)
-    grad_fn = accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
+    accumulator, grad_fn = summing(2)
     with pytest.raises(TypeError, match=r"first input of a function of 'value_and_grad' must be a Tensor .* got 3"):
         grad_fn(3)
     _, gradients = grad_fn(Tensor([1.0, 2.0, 3.0]))
@@ -439,8 +410,7 @@ def test_gradients_that_know_their_samples_are_not_mixed_with_others():
 
 
 def test_calls_of_several_sizes_need_a_count():
-    accumulator = make_accumulator(2)
-    grad_fn = accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
+    accumulator, grad_fn = summing(2)
     (_, first), (_, second) = grad_fn(Tensor([1.0, 2.0, 3.0])), grad_fn(Tensor([1.0, 2.0]))
     both = tuple(one + other for one, other in zip(first, second, strict=True))
     with pytest.raises(ValueError, match=r"'count' must be given .* with 3 and 2 samples.* Nothing was added"):
@@ -455,17 +425,13 @@ def test_calls_of_several_sizes_need_a_count():
 
 def test_a_batch_that_is_skipped_shifts_nothing():
     """Its samples are forgotten with what ended it."""
-    accumulator = make_accumulator(1)
-    grad_fn = accumulator.value_and_grad(lambda x: (x.sum() * accumulator.weights[0]).sum())
+    accumulator, grad_fn = summing(1)
     for end in (accumulator.clear, accumulator.flush, lambda: accumulator(gradient(1.0), 1)):
         grad_fn(Tensor([1.0, 2.0, 3.0]))
         end()
         _, gradients = grad_fn(Tensor([1.0, 2.0]))
         assert accumulator(tuple(gradients)) is True
         assert float(accumulator.window_count.asnumpy()) == 2
-
-
-# -- an optimizer that removes a scale ---------------------------------------------------------------------------------
 
 
 def test_a_scale_that_the_optimizer_removes_is_left_out_of_norms(pynative):
@@ -478,7 +444,6 @@ def test_a_scale_that_the_optimizer_removes_is_left_out_of_norms(pynative):
         gradient = ms.grad(lambda x, y, n=network, s=scale: n(x, y) * s * 50.0, None, optimizer.parameters)
         for x, y in batches(6, 4):
             accumulator(gradient(Tensor(x), Tensor(y.astype(np.float32))))
-        weights.append(np.concatenate([as_numpy(one).ravel() for one in network.get_parameters()]))
-    before = np.concatenate([as_numpy(one).ravel() for one in Regression().get_parameters()])
+        weights.append(vector(network.get_parameters()))
     assert relative_error(weights[1], weights[0]) < 1e-6
-    assert np.abs(weights[0] - before).max() > 1e-3
+    assert np.abs(weights[0] - vector(Regression().get_parameters())).max() > 1e-3

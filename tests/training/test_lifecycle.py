@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms import GradAccumulator, resume
+from tests.support.reference import make_step
 from tests.support.state import assert_identical, everything
 
 X, Y = np.ones((4, 3), np.float32), np.ones((4, 3), np.float32)
@@ -63,8 +64,7 @@ def parts(nesting: str):
 
 def make(nesting: str, **options):
     network, optimizer = parts(nesting)
-    step = TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, **options), optimizer).set_train()
-    return step, network, optimizer
+    return make_step(network, lambda weights: optimizer, **options), network, optimizer
 
 
 def names(*cells: nn.Cell) -> list[str]:
@@ -76,11 +76,7 @@ SPLIT = {"split": lambda x, y: [(x[:1], y[:1]), (x[1:], y[1:])]}
 
 @pytest.mark.parametrize(
     ("nesting", "options"),
-    [
-        ("teacher", {"micro_size": 2}),
-        ("loss", {"accumulation_steps": 3}),
-        ("optimizer and teacher", SPLIT),
-    ],
+    [("teacher", {"micro_size": 2}), ("loss", {"accumulation_steps": 3}), ("optimizer and teacher", SPLIT)],
     ids=lambda one: one if isinstance(one, str) else "",
 )
 def test_names_are_those_after_mindspores_own_step_and_a_new_step_resumes(nesting, options, tmp_path, pynative):

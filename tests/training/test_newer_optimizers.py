@@ -10,22 +10,17 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from mindspore.experimental.optim import lr_scheduler
 
-from gaccum_ms import (
-    FlushAccumulation,
-    GradAccumulationCell,
-    GradAccumulator,
-    TrainOneStepWithGradAccumulationCell,
-    UpdateScheduler,
-    WindowMonitor,
-    resume,
-)
-from tests.support.reference import FEATURES, Regression, as_numpy, relative_error
+from gaccum_ms import FlushAccumulation, GradAccumulationCell, GradAccumulator, UpdateScheduler, WindowMonitor, resume
+from tests.support import reference
+from tests.support.reference import FEATURES, Regression, as_numpy
+from tests.support.state import assert_close, assert_identical, everything
 from tests.support.versions import before
 
 SAMPLES, UPDATES = 6, 3
 _RANDOM = np.random.default_rng(3)
 X = _RANDOM.normal(size=(2 * UPDATES, SAMPLES, FEATURES)).astype(np.float32)
 Y = _RANDOM.normal(size=(2 * UPDATES, SAMPLES)).astype(np.float32)
+BATCH = Tensor(X[0]), Tensor(Y[0])
 
 
 def _groups(weights):
@@ -55,8 +50,8 @@ def train(make_train, kind):
     return values_of(network, optimizer)
 
 
-def by_step(network, optimizer):
-    return TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 3), optimizer)
+def by_step(network, optimizer, **options):
+    return reference.make_step(network, lambda weights: optimizer, **(options or {"micro_size": 3}))
 
 
 def by_loop(network, optimizer):
@@ -72,65 +67,52 @@ def by_loop(network, optimizer):
 
 @pytest.mark.parametrize(
     ("kind", "mode", "make_train"),
-    [
-        ("SGD", ms.GRAPH_MODE, by_step),
-        ("Adam", ms.PYNATIVE_MODE, by_loop),
-        ("mint Adam", ms.GRAPH_MODE, by_step),
-    ],
+    [("SGD", ms.GRAPH_MODE, by_step), ("Adam", ms.PYNATIVE_MODE, by_loop), ("mint Adam", ms.GRAPH_MODE, by_step)],
 )
 def test_updates_are_those_of_the_whole_batch_at_the_schedulers_rates(kind, mode, make_train):
     """MindSpore's own step is the reference. PyNative mode compiles nothing, but there some write nothing, on CPU."""
     ms.set_context(mode=ms.GRAPH_MODE if "mint" in kind else ms.PYNATIVE_MODE)
-    reference = train(nn.TrainOneStepCell, kind)
+    expected = train(nn.TrainOneStepCell, kind)
     ms.set_context(mode=mode)
     values = train(make_train, kind)
-    errors = {name: relative_error(values[name], reference[name]) for name in reference}
-    assert max(errors.values()) < 2e-5, errors
-
-
-# -- optimizers that do not train on CPU -------------------------------------------------------------------------------
+    assert_close({name: values[name] for name in expected}, expected, 2e-5)
 
 
 def test_an_optimizer_without_kernels_is_refused():
     network = Regression()
     optimizer = mint.optim.AdamW(network.trainable_params(), lr=0.1)
     error = r"must have kernels on this device, but got mint.optim.AdamW on CPU.* Use mindspore.experimental.optim"
-    with pytest.raises(ValueError, match=error):
-        TrainOneStepWithGradAccumulationCell(GradAccumulationCell(network, 2), optimizer)
-    with pytest.raises(ValueError, match=error):
-        GradAccumulator(optimizer, 2)
+    for make in (lambda: by_step(network, optimizer), lambda: GradAccumulator(optimizer, 2)):
+        with pytest.raises(ValueError, match=error):
+            make()
 
 
 def test_settings_that_a_compiled_update_does_not_read_are_refused(pynative):
     """MindSpore's own graphs ignore them. What is written into a rate's Parameter is read."""
     network = Regression()
     optimizer = optim.SGD(network.trainable_params(), lr=0.5, weight_decay=1.0)
-    cell = GradAccumulationCell(network, accumulation_steps=2, jit=True)
-    step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-    group, batch = optimizer.param_groups[0], (Tensor(X[0]), Tensor(Y[0]))
+    step, group = by_step(network, optimizer, accumulation_steps=2, jit=True), optimizer.param_groups[0]
     group["weight_decay"] = 0.0  # before the first batch, all may be set
-    step(*batch)
-    weights = values_of(network, optimizer)
+    step(*BATCH)
+    weights = everything(network)
     for name, value in (("lr", 0.0), ("weight_decay", 0.5), ("lr", ms.Parameter(Tensor(0.0)))):
         right, group[name] = group[name], value
         message = rf"param_groups\[0\]\['{name}'\] = .* instead of .*Nothing was trained. .*mindspore.ops.assign"
-        for call in (lambda: step(*batch), step.flush):
+        for call in (lambda: step(*BATCH), step.flush):
             with pytest.raises(RuntimeError, match=message):
                 call()
         assert int(step.window_position.asnumpy()) == 1, "the window is still open"
         group[name] = right
     ms.ops.assign(group["lr"], 0.0)
-    step(*batch)
+    step(*BATCH)
     assert int(step.update_count.asnumpy()) == 1
-    for weight in network.trainable_params():
-        np.testing.assert_array_equal(as_numpy(weight), weights[weight.name])
+    assert_identical(everything(network), weights)
 
 
 def test_an_optimizer_that_writes_nothing_is_refused_before_the_first_batch(pynative):
     """MindSpore's own step silently trains nothing with it."""
     network = Regression()
     optimizer = mint.optim.SGD(network.trainable_params(), lr=0.1)
-    batch = Tensor(X[0]), Tensor(Y[0])
     if before(2, 8):
         with pytest.raises(ValueError, match=r"writes none on CPU\. Use nn.SGD"):
             GradAccumulator(optimizer, 2)
@@ -138,24 +120,18 @@ def test_an_optimizer_that_writes_nothing_is_refused_before_the_first_batch(pyna
     accumulator, step = GradAccumulator(optimizer, 2, jit=False), by_step(network, optimizer)
     error = "but got mint.optim.SGD in PyNative mode, in which it writes none on CPU. Use jit=True or graph mode"
     with pytest.raises(RuntimeError, match=error):
-        accumulator(ms.grad(network, None, optimizer.parameters)(*batch))
+        accumulator(ms.grad(network, None, optimizer.parameters)(*BATCH))
     with pytest.raises(RuntimeError, match=error):
-        step(*batch)
+        step(*BATCH)
     assert int(step.batch_count.asnumpy()) == int(accumulator.batch_count.asnumpy()) == 0
-
-
-# -- Model.train, checkpoints ------------------------------------------------------------------------------------------
-
-
-def two_schedulers(optimizer):
-    return [lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
 
 def model_of_two():
     network = Regression()
     optimizer = optim.Adam(network.trainable_params(), 0.05, amsgrad=True)
     model = ms.Model(GradAccumulationCell(network, 2, accumulation_steps=2), optimizer=optimizer)
-    return model, UpdateScheduler(*two_schedulers(optimizer))
+    schedulers = lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return model, UpdateScheduler(*schedulers)
 
 
 def data_set():
@@ -178,10 +154,8 @@ def test_schedulers_step_once_per_update_and_go_on_from_a_checkpoint(tmp_path, p
     resumed, its_scheduler = model_of_two()
     resume(resumed, file)
     np.testing.assert_allclose(fit(resumed, its_scheduler), rates[3:], rtol=1e-5)
-    wanted = {one.name: as_numpy(one) for one in model.train_network.get_parameters()}
-    for one in resumed.train_network.get_parameters():
-        if "random_state" not in one.name:
-            np.testing.assert_array_equal(as_numpy(one), wanted[one.name], err_msg=one.name)
+    states = [everything(one.train_network) for one in (resumed, model)]
+    assert_identical(*states, but=[name for name in states[0] if "random_state" in name])
 
 
 def test_bad_schedulers_are_refused_before_training(pynative):
@@ -202,9 +176,6 @@ def test_bad_schedulers_are_refused_before_training(pynative):
     with pytest.raises(ValueError, match="must be of the optimizer that a GradAccumulationCell is trained with"):
         model.train(1, data_set(), callbacks=[UpdateScheduler(exponential)])
     assert int(model.train_network.batch_count.asnumpy()) == 0
-
-
-# -- GradAccumulator(..., scheduler=...) -------------------------------------------------------------------------------
 
 
 class Stretched(lr_scheduler.LRScheduler):

@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import (
-    Accumulators,
-    CountMask,
-    EvenSplit,
-    GradAccumulationCell,
-    WithBatchLossCell,
-)
+from gaccum_ms import Accumulators, CountMask, EvenSplit, GradAccumulationCell
 from tests.support import reference
+from tests.support.adopted import joined
+from tests.support.adopted import losses as losses_of
 from tests.support.modes import eagerly
 from tests.support.reference import Clipped, Outer, Regression, as_numpy, batches, relative_error
 from tests.support.state import assert_identical, everything, manager
@@ -71,28 +67,14 @@ def whole(data, max_norm=None):
     return losses, state(optimizer)
 
 
-def joined(data, number):
-    return [
-        tuple(np.concatenate(column) for column in zip(*data[start : start + number], strict=True))
-        for start in range(0, len(data), number)
-    ]
-
-
-def loss_of(output):
-    return float((output[0] if isinstance(output, tuple) else output).asnumpy())
-
-
 def run(step, data):
     """The losses."""
-    return [loss_of(step(*map(Tensor, batch))) for batch in data]
+    return losses_of([step(*map(Tensor, batch)) for batch in data])
 
 
 def graphs(step):
     """The numbers of compiled graphs: micro-steps, and ends of a window."""
     return len(step._runner._graph.compile_cache), len(step.end_window.compile_cache)
-
-
-# -- what a step returns -----------------------------------------------------------------------------------------------
 
 
 class States(nn.Cell):
@@ -126,8 +108,6 @@ def test_outputs_of_a_function_are_joined_or_refused_before_the_update(pynative)
     assert not any(as_numpy(one).any() for one in step.accu_grads)
 
 
-# -- equality with the whole batch -------------------------------------------------------------------------------------
-
 DATA = batches(7, 6)
 
 
@@ -159,13 +139,10 @@ class PartsOfDict:
 
 def test_a_batch_may_be_a_dict_and_a_split_any_object_that_is_callable(pynative):
     step = make_step(PartsOfDict())
-    losses = [loss_of(step({"x": Tensor(x), "y": Tensor(y)})) for x, y in DATA[:3]]
+    losses = losses_of([step({"x": Tensor(x), "y": Tensor(y)}) for x, y in DATA[:3]])
     whole_losses, expected = whole(DATA[:3])
     np.testing.assert_allclose(losses, whole_losses, rtol=TOLERANCE)
     assert_close(state(step.optimizer), expected)
-
-
-# -- windows -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_flush_divides_by_what_is_there(pynative):
@@ -174,8 +151,7 @@ def test_a_flush_divides_by_what_is_there(pynative):
     assert int(step.window_position.asnumpy()) == 2
     assert float(step.window.open.window_unit.asnumpy()) == pytest.approx(1 / (3 * 7))  # of all that is expected
     assert step.flush()
-    first, second = joined(DATA[:5], 3)
-    assert_close(state(step.optimizer), whole([first, second])[1])
+    assert_close(state(step.optimizer), whole(joined(DATA[:5], 3))[1])
     assert not step.flush()
 
 
@@ -236,9 +212,6 @@ def test_an_overflow_drops_the_window_or_its_micro_batch(pynative):
     assert float(step.dropped_micro_batches.asnumpy()) == 1
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 def test_data_sinking_is_refused():
     ms.set_context(mode=ms.GRAPH_MODE)
     with pytest.raises(RuntimeError, match="a function as 'split' needs Python at each batch"):
@@ -267,13 +240,7 @@ def test_what_a_function_must_return(pynative):
         assert_identical(everything(step), before)
 
 
-def test_options_that_do_not_go_with_it():
-    for options, error, words in (
-        ({"micro_size": 4}, ValueError, "neither 'micro_size' nor 'micro_batch_size' .* got micro_size=4 and micro_b"),
-        ({"split": 3, "micro_size": 2}, TypeError, "must be an EvenSplit, a function .* or None, but got 3"),
-        ({"split": EvenSplit, "micro_size": 2}, TypeError, "must be an EvenSplit, a function .* but got <class"),
-        ({"loss_weights": (1.0, 2.0)}, ValueError, "needs one loss .* but got 2 loss"),
-        ({"network": WithBatchLossCell(nn.ReLU(), nn.ReLU())}, ValueError, "a network of class 'WithBatchLossCell'"),
-    ):
-        with pytest.raises(error, match=f"For 'GradAccumulationCell', .*{words}"):
-            GradAccumulationCell(**{"network": Regression(), "split": uneven, **options})
+@pytest.mark.parametrize("split", [3, EvenSplit])
+def test_what_is_no_function_is_refused(split):
+    with pytest.raises(TypeError, match="'split' must be an EvenSplit, a function"):
+        GradAccumulationCell(Regression(), 2, split=split)

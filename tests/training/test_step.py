@@ -1,10 +1,6 @@
-"""The step itself: bad input, hand-worked gradients, accumulators, compilation, eager execution, clipping."""
+"""The step itself: bad input, compilation, eager execution, clipping. Its graph: test_first_call.py."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 import mindspore as ms
 import numpy as np
@@ -12,12 +8,11 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell
-from tests.support import paths, reference
+from tests.support import reference
 from tests.support.modes import eagerly
 from tests.support.reference import (
     FEATURES,
     OPTIMIZERS,
-    Line,
     Outer,
     Regression,
     as_numpy,
@@ -34,9 +29,6 @@ def make_step(network=None, **options):
 
 def batch(samples):
     return [Tensor(value) for value in batches(samples, 1)[0]]
-
-
-# -- bad input: one clear error, and nothing has changed ---------------------------------------------------------------
 
 
 def test_bad_batches_are_refused_before_anything_changes(mode):
@@ -76,21 +68,16 @@ def test_a_lambda_that_cannot_be_compiled_is_refused_where_it_would_be(mode):
             GradAccumulator(nn.SGD(weights, 0.1), 2, transforms=(lambda gradients: gradients,))
 
 
-class LossAndLogits(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.network = make_network("dense")
-
+class LossAndInput(Regression):
     def construct(self, x, y):
-        logits = self.network(x)
-        return ops.cross_entropy(logits, y), logits
+        return super().construct(x, y), x
 
 
 def test_what_is_no_loss_is_refused_before_anything_changes():
     losses = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss(reduction="none"))
     for network, message in (
         (Outer(losses), r"scalar loss of shape \(\), but got shape \(\d,\)"),
-        (LossAndLogits(), r"must return 1 loss\(es\), .* but got 2 output\(s\).* set aux=True"),
+        (LossAndInput(), r"must return 1 loss\(es\), .* but got 2 output\(s\).* set aux=True"),
     ):
         step = make_step(network, micro_size=3)
         before = everything(step)
@@ -118,26 +105,6 @@ def test_refuses_bad_networks_optimizers_and_modes(parallel_context):
         TrainOneStepWithGradAccumulationCell(cell, optimizer)
 
 
-# -- hand-worked gradients ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("mode", "micro_size"), [("graph", 3), ("pynative", 2)], indirect=["mode"])
-def test_hand_worked_gradient(mode, micro_size):
-    """x = 1, 2, 4 and y = 0, 1, 1 at w = 1: gradients x (w x - y) = 1, 2, 12, mean 5; losses 0.5, 0.5, 4.5, mean 11/6.
-
-    Two micro-batches are {1, 2} and {4}: means 1.5 and 12, whose mean would be 6.75. Rate 0.1: w = 0.5.
-    """
-    line = Line(1.0)
-    loss = make_step(line, micro_size=micro_size)(Tensor([1.0, 2.0, 4.0]), Tensor([0.0, 1.0, 1.0]))
-    np.testing.assert_allclose(loss.asnumpy(), 11 / 6, rtol=1e-6)
-    np.testing.assert_allclose(line.weight.asnumpy(), 0.5, rtol=1e-6)
-    assert loss.dtype == ms.float32
-    assert loss.shape == ()
-
-
-# -- compilation and eager execution -----------------------------------------------------------------------------------
-
-
 TRACES: list[int] = []
 
 
@@ -158,20 +125,16 @@ class Counted(nn.Cell):
         return (x * self.weight).mean() + y.mean()
 
 
-def traces_of(calls: int, **options) -> int:
-    step = make_step(Counted(), check=None, **options)
-    TRACES.clear()
-    for _ in range(calls):
-        step(batch(18)[0], ops.ones(18))
-    return len(TRACES)
-
-
 def test_pynative_runs_every_micro_step_eagerly(pynative, monkeypatch):
     """So a breakpoint in the network stops at each micro-batch. MindSpore's variable against compiling has the same
     effect with `jit` ."""
-    assert traces_of(4, micro_size=3) == 4 * 3
-    monkeypatch.setenv("MS_JIT", "0")
-    assert traces_of(4, micro_size=3, jit=True) == 4 * 3
+    for jit in (None, True):
+        step = make_step(Counted(), micro_size=3, jit=jit, check=None)
+        TRACES.clear()
+        for _ in range(4):
+            step(batch(18)[0], ops.ones(18))
+        assert len(TRACES) == 4 * 3
+        monkeypatch.setenv("MS_JIT", "0")
 
 
 def add_100(cell, inputs, loss):
@@ -179,13 +142,10 @@ def add_100(cell, inputs, loss):
 
 
 def test_jit_compiles_the_step_once_by_graph_modes_path(pynative):
-    """It does not use `mindspore.jit` , which would store the graph elsewhere: see test_graphs.py. A function under
-    `mindspore.jit` would also continue with its old weights after others were loaded."""
-    network = Counted()
-    step = make_step(network, micro_size=9, jit=True, check=None)
+    """It does not use `mindspore.jit` , which would store the graph elsewhere: see test_graphs.py."""
+    step = make_step(Counted(), micro_size=9, jit=True, check=None)
     step.register_forward_hook(add_100)
     TRACES.clear()
-    first = {network.weight.name: ms.Parameter(network.weight.asnumpy())}
     losses = [float(step(batch(9)[0], ops.ones(9)))]
     compiling = len(TRACES)
     losses += [float(step(batch(9)[0], ops.ones(9))) for _ in range(3)]
@@ -193,28 +153,6 @@ def test_jit_compiles_the_step_once_by_graph_modes_path(pynative):
     assert compiling < 3  # the graph does not grow with the number of micro-batches
     assert len(step.compile_cache) == 1
     assert losses[0] > losses[1] > losses[-1] > 90
-    ms.load_param_into_net(network, first)
-    assert [float(step(batch(9)[0], ops.ones(9))) for _ in range(4)] == losses
-
-
-def compile_graphs() -> None:
-    """The next test runs this in a separate process, because MindSpore reads its option to save graphs only once."""
-    ms.set_context(mode=ms.GRAPH_MODE)
-    for micro_size in (2, 6):
-        make_step(nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss()), micro_size=micro_size)(*batch(18))
-
-
-def test_the_graph_does_not_grow_with_the_number_of_micro_batches(tmp_path):
-    saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(tmp_path), "MS_DEV_DUMP_IR_PASSES": "validate"}
-    saving["PYTHONPATH"] = paths.python_path()
-    command = [sys.executable, "-c", "from tests.training import test_step; test_step.compile_graphs()"]
-    subprocess.run(command, env={**os.environ, **saving}, check=True, capture_output=True, timeout=600)
-    finished = sorted(tmp_path.glob("**/*_validate_*.ir"), key=lambda path: int(path.stem.rpartition("_")[2]))
-    few, many = (path.read_text().count("MatMul(") for path in finished)
-    assert few == many > 0
-
-
-# -- clipping ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "max_norm"), [("graph", 0.1), ("pynative", np.inf)], indirect=["mode"])
