@@ -159,11 +159,7 @@ LEFT_OVER = r"training ended in the middle of a window: {} batch\(es\) of {} are
 
 @pytest.mark.parametrize(
     ("each_epoch", "stop", "windows"),
-    [
-        (False, StopAt(), (4, 4, 4, 2)),
-        (True, StopAt(step=9), (4, 3, 2)),
-        (False, StopAt(epoch=1), (4, 3)),
-    ],
+    [(False, StopAt(), (4, 4, 4, 2)), (True, StopAt(step=9), (4, 3, 2)), (False, StopAt(epoch=1), (4, 3))],
 )
 def test_what_is_left_is_flushed_when_training_ends_or_is_stopped(each_epoch, stop, windows):
     """The stop comes from a callback after FlushAccumulation, as with EarlyStopping."""

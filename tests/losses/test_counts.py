@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import (
-    CountClassWeights,
-    CountMask,
-    CountNotIgnored,
-    GradAccumulationCell,
-)
+from gaccum_ms import CountClassWeights, CountMask, CountNotIgnored, GradAccumulationCell
 from tests.support.reference import as_numpy, make_step
 from tests.support.state import assert_identical, everything
 

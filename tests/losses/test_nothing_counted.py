@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import (
-    GradAccumulator,
-)
+from gaccum_ms import GradAccumulator
 from tests.support.reference import as_numpy, make_step
 from tests.support.state import assert_identical, everything
 

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import (
-    EvenSplit,
-    GradAccumulationCell,
-    audit,
-    find_micro_batch_size,
-)
+from gaccum_ms import EvenSplit, GradAccumulationCell, audit, find_micro_batch_size
 from gaccum_ms.splitting.micro_batches import SplitPlan, plan_split
 from tests.support.modes import eagerly
 from tests.support.reference import FEATURES, as_numpy, batches, make_step, relative_error

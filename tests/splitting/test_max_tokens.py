@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import (
-    CountNotIgnored,
-    EvenSplit,
-    GradAccumulationCell,
-    MaxTokens,
-    audit,
-    resume,
-)
+from gaccum_ms import CountNotIgnored, EvenSplit, GradAccumulationCell, MaxTokens, audit, resume
 from tests.support.modes import eagerly
 from tests.support.reference import as_numpy, make_step, relative_error
 from tests.support.state import assert_identical, everything

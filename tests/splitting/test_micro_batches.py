@@ -47,8 +47,7 @@ def test_no_single_sample_is_left_to_what_needs_two(micro_size):
 
 
 @pytest.mark.parametrize(
-    ("samples", "size", "sizes"),
-    [(9, 4, [4, 5]), (5, 4, [5]), (6, 4, [4, 2]), (1, 4, [1]), (3, 1, [1, 1, 1])],
+    ("samples", "size", "sizes"), [(9, 4, [4, 5]), (5, 4, [5]), (6, 4, [4, 2]), (1, 4, [1]), (3, 1, [1, 1, 1])]
 )
 def test_the_same_by_micro_batch_size(samples, size, sizes):
     """The user's own choice of one sample is obeyed."""
