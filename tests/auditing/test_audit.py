@@ -61,6 +61,10 @@ def shifted_without_effect(m, x, y):
     return ops.square(ops.tanh(hidden - hidden.mean(axis=1, keep_dims=True)) - y).mean()
 
 
+def sum_and_number(m, x, y):
+    return losses.sum_of_squares(m, x, y), len(x)
+
+
 def shift():
     return {"shift": ms.Parameter(Tensor(0.3, ms.float32), name="shift")}
 
@@ -70,10 +74,12 @@ def shift():
     [
         (RIGHT["half_precision"], ()),
         (RIGHT["two_losses"], ()),
+        (RIGHT["ratio"], ()),
+        (WRONG["sum_of_squares"]._replace(loss=sum_and_number, options={"reduction": "ratio"}), ()),
         (losses.right(losses.classes, shifted_without_effect, losses.X, losses.TARGET, more=shift), ()),
         (RIGHT["with_dropout"], ("drop",)),
     ],
-    ids=["float16", "two", "a gradient that is zero but for rounding", "dropout"],
+    ids=["float16", "two", "ratio", "ratio to a number", "a gradient that is zero but for rounding", "dropout"],
 )
 def test_other_networks_and_options_pass(case, dropout, pynative):
     """Dropout is left out."""
@@ -100,6 +106,7 @@ def mean_over_nothing(m, x):
     [
         (WRONG["sum_of_squares"], "sum", False, "behaves as a sum over samples, but the cell has reduction='mean'"),
         (WRONG["mean_given_as_sum"], "mean", False, "as a mean over samples, but the cell has reduction='sum'"),
+        (WRONG["mean_given_as_ratio"], None, True, "The loss is neither a mean nor a sum over samples"),
         (WRONG["info_nce"], "neither", True, "compares samples of one batch"),
         (WRONG["entropy_of_mean"], "mean", True, "compares samples of one batch"),  # of a doubled batch it is the same
         (WRONG["sum_with_penalty"], "neither", True, "adds a term of its own to a sum"),
@@ -108,7 +115,18 @@ def mean_over_nothing(m, x):
         (own(lambda m, x: m.net(x).mean() * 0.0 + x.mean()), None, False, "All gradients are zero"),
         (own(mean_over_nothing), None, False, "a micro-batch takes a mean over nothing"),
     ],
-    ids=["sum", "mean", "coupled_samples", "coupled_samples 2", "penalty", "random", "not finite", "zero", "nothing"],
+    ids=[
+        "sum",
+        "mean",
+        "ratio",
+        "coupled_samples",
+        "coupled_samples 2",
+        "penalty",
+        "random",
+        "not finite",
+        "zero",
+        "nothing",
+    ],
 )
 def test_one_problem_is_named(case, behaves_as, couples, said, pynative):
     report = run_case(case)
