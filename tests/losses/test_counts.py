@@ -83,6 +83,9 @@ def test_a_count_that_is_no_number_is_refused(count, error, words, pynative):
     np.testing.assert_array_equal(as_numpy(step.weights[0]), START.astype(np.float32))
 
 
+TWO, RATIO = {"loss_weights": (1.0, 2.0)}, {"reduction": "ratio"}
+
+
 class Returning(Masked):
     """Returns what `made` makes of its loss."""
 
@@ -100,12 +103,9 @@ class Returning(Masked):
         (lambda loss: {"loss": loss}, {}, TypeError, "the network must return .*, but got a dict"),
         (lambda loss: 1.5, {}, TypeError, "the network must return .*, but got a number"),
         (lambda loss: loss.astype(ms.int32), {}, TypeError, "the network must return .*, but got Int32"),
-        (
-            lambda loss: loss,
-            {"loss_weights": (1.0, 2.0)},
-            ValueError,
-            r"must return 2 loss\(es\), by 'count' and",
-        ),
+        (lambda loss: loss, TWO, ValueError, r"must return 2 loss\(es\), by 'count' and 'loss_weights', but got"),
+        (lambda loss: loss, RATIO, ValueError, r"return \(numerator, denominator\).* a tuple, but got one output"),
+        (lambda loss: (loss, loss.reshape((1,))), RATIO, ValueError, r"but got shape \(\) and shape \(1,\). Sum"),
     ],
 )
 def test_what_is_no_loss_is_refused(made, options, error, words, pynative):
@@ -119,7 +119,7 @@ def test_what_is_no_loss_is_refused(made, options, error, words, pynative):
     ("network", "options", "message"),
     [
         (Masked, {"count": CountMask()}, r"'count' must return a finite number .* but got \[\[2.0, .*Nothing was"),
-        (Ratio, {"reduction": "ratio"}, r"the network must return a denominator .* Nothing was ch"),
+        (Ratio, RATIO, r"the network must return a denominator .* Nothing was ch"),
     ],
 )
 def test_a_bad_count_is_an_error_and_changes_nothing(network, options, message, pynative):
@@ -132,6 +132,20 @@ def test_a_bad_count_is_an_error_and_changes_nothing(network, options, message, 
     assert_identical(everything(step), before, but=("gaccum_ms.window_count", "gaccum_ms.batch_count"))
     step(Tensor(x), Tensor(mask))
     assert (as_numpy(step.weights[0]) != before["weight"]).all()
+
+
+def test_a_bad_denominator_spoils_its_window_alone(pynative):
+    x, mask = map(Tensor, data([1, 0.5, 1, 1, 0]))
+    step = step_of(Ratio(), micro_size=2, accumulation_steps=2, reduction="ratio")
+    before = as_numpy(step.weights[0])
+    with pytest.raises(ValueError, match="The window that the batch is in does not update"):
+        step(x, Tensor([1.0, 1, 1, -1, 0]))
+    step(x, mask)
+    np.testing.assert_array_equal(as_numpy(step.weights[0]), before)
+    assert (int(step.window_position.asnumpy()), int(step.update_count.asnumpy())) == (0, 0)
+    step(x, mask)
+    step(x, mask)
+    np.testing.assert_allclose(gradient(step), oracle(x.asnumpy(), mask.asnumpy())[1], rtol=1e-4, atol=1e-5)
 
 
 def test_one_loss_may_have_a_weight(pynative):

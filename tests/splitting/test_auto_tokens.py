@@ -8,6 +8,7 @@ import pytest
 from mindspore import Tensor, nn
 
 from gaccum_ms import AutoSize, CountNotIgnored, GradAccumulationCell, find_micro_batch_size, memory_report
+from gaccum_ms.memory.trial import Trials
 from tests.splitting.test_max_tokens import DATA, IGNORED, LENGTH, Causal, batch, max_tokens, run, step_of, whole_step
 from tests.support.modes import eagerly
 
@@ -28,18 +29,10 @@ class Limited(nn.Cell):
         return self.network(tokens, labels)
 
 
-@pytest.fixture
-def tried(monkeypatch):
-    """The size of each trial."""
-    from gaccum_ms.memory.trial import Trials
-
-    sizes, one_trial = [], Trials.run
-    monkeypatch.setattr(Trials, "run", lambda self, size: sizes.append(size) or one_trial(self, size))
-    return sizes
-
-
-def test_finds_the_number_that_fits_on_all_widths_once(tried):
+def test_finds_the_number_that_fits_on_all_widths_once(monkeypatch):
     """Of 20 samples, four rows of width 24 would fit, which are 96 tokens; but at width 12, these are eight rows."""
+    tried, one_trial = [], Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, size: tried.append(size) or one_trial(self, size))
     data = [batch(seed) for seed in range(2)]
     split = max_tokens(max_tokens=AutoSize(PLENTY), widths=(12, LENGTH))
     step = step_of(split, Limited(rows=5))

@@ -61,19 +61,18 @@ def assert_equals_the_whole_batch(network, step, data, optimizer=momentum):
     assert relative_error(as_numpy(step.weights[0]), as_numpy(network.weight)) < TOLERANCE
 
 
-OPTIONS = {
-    "number": {"micro_size": 3},
-    "count": {"micro_batch_size": 3, "count": weight_by_table},
-    "noise": {"micro_size": 2, "record_noise": True, "overflow": "drop_micro_batch"},
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "mode"), [("number", "graph"), ("count", "pynative"), ("noise", "pynative")], indirect=["mode"]
+    ("mode", "options"),
+    [
+        ("graph", {"micro_size": 3}),
+        ("pynative", {"micro_batch_size": 3, "count": weight_by_table}),
+        ("pynative", {"micro_size": 2, "record_noise": True, "overflow": "drop_micro_batch"}),
+    ],
+    indirect=["mode"],
 )
-def test_shared_inputs_reach_each_micro_batch_whole(name, mode):
+def test_shared_inputs_reach_each_micro_batch_whole(mode, options):
     """In graph mode, one graph serves batches of all lengths."""
-    step = make_step(WithTable(), momentum, split=SHARED, **OPTIONS[name])
+    step = make_step(WithTable(), momentum, split=SHARED, **options)
     if mode == "graph":
         rows, numbers = (Tensor(shape=shape, dtype=ms.float32) for shape in ([None, FEATURES], [None]))
         step.set_inputs(rows, TENSORS[0][1], TENSORS[0][2], numbers)
