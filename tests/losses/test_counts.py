@@ -193,11 +193,11 @@ def test_counts_of_labels_leave_out_what_the_loss_leaves_out(pynative):
 
 
 def test_counts_of_labels_refuse_bad_arguments():
-    with pytest.raises(ValueError, match="'shift' must be at least 0, but got -1"):
-        CountNotIgnored(shift=-1)
-    with pytest.raises(TypeError, match="'shift' must be an int"):
-        CountNotIgnored(shift=1.0)
-    with pytest.raises(TypeError, match="'weight' must be a Tensor, but got a list"):
-        CountClassWeights([1.0])
-    with pytest.raises(ValueError, match=r"must have shape \(C,\).*but got shape \(1, 1\)"):
-        CountClassWeights(Tensor([[1.0]]))
+    for count, argument, error, words in (
+        (CountNotIgnored, {"shift": -1}, ValueError, "'shift' must be at least 0, but got -1"),
+        (CountNotIgnored, {"shift": 1.0}, TypeError, "'shift' must be an int"),
+        (CountClassWeights, {"weight": [1.0]}, TypeError, "'weight' must be a Tensor, but got a list"),
+        (CountClassWeights, {"weight": Tensor([[1.0]])}, ValueError, r"must have shape \(C,\).* got shape \(1, 1\)"),
+    ):
+        with pytest.raises(error, match=words):
+            count(**argument)
