@@ -49,34 +49,23 @@ class Chosen(nn.Cell):
         return (x * self.weight).mean()
 
 
-LARGE_AND_TINY = np.concatenate([[1.0], np.full(1_000, 1e-5)]).astype(np.float32)
-
-
 def test_compensation_keeps_what_rounding_takes():
     """The sum of 1 large and 1,000 tiny gradients, each from a micro-batch, is exact to float32 rounding. Afterwards
     the accumulators are zero."""
-    network = Chosen()
-    sums = Accumulators(ms.bfloat16, compensated=True)
-    step = make_step(
-        network, lambda weights: nn.SGD(weights, 1.0), micro_batch_size=1, reduction="sum", accumulators=sums
-    )
-    step(Tensor(LARGE_AND_TINY.reshape(-1, 1)))
-    cleared = [parameter for parameter in step.get_parameters() if parameter.name.startswith("accu_")]
-    assert len(cleared) == 2
-    assert not any(as_numpy(parameter).any() for parameter in cleared)
-    assert abs(-as_numpy(network.weight).item() - LARGE_AND_TINY.astype(np.float64).sum()) <= 1e-6
+    network, gradients = Chosen(), np.array([1.0] + [1e-5] * 1_000, np.float32)
+    options = {"reduction": "sum", "accumulators": Accumulators(ms.bfloat16, compensated=True)}
+    step = make_step(network, lambda weights: nn.SGD(weights, 1.0), micro_batch_size=1, **options)
+    step(Tensor(gradients.reshape(-1, 1)))
+    cleared = [as_numpy(parameter) for parameter in step.get_parameters() if parameter.name.startswith("accu_")]
+    assert len(cleared) == 2 and not np.any(cleared)
+    assert abs(-as_numpy(network.weight).item() - gradients.astype(np.float64).sum()) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"dtype": "float32"}, ValueError, "'dtype' must be one of .* but got 'float32'"),
-        ({"compensated": 1}, TypeError, "'compensated' must be a bool, but got 1"),
-    ],
-)
-def test_refuses_bad_values(options, error, message):
-    with pytest.raises(error, match=f"For 'Accumulators', the argument {message}"):
-        Accumulators(**options)
+def test_refuses_bad_values():
+    with pytest.raises(ValueError, match=r"For 'Accumulators', .* 'dtype' must be one of .* but got 'float32'"):
+        Accumulators("float32")
+    with pytest.raises(TypeError, match=r"For 'Accumulators', .* 'compensated' must be a bool, but got 1"):
+        Accumulators(compensated=1)
     with pytest.raises(TypeError, match=r"'accumulators' must be gaccum_ms.Accumulators\(...\), but got"):
         step_of(accumulators=ms.float32)
 
@@ -93,17 +82,10 @@ class Lookup(nn.Cell):
         return self.layer(tokens).mean()
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=True),
-        lambda: nn.MultiFieldEmbeddingLookup(9, 4, 2),
-    ],
-    ids=["lookup", "fields"],
-)
-def test_sparse_gradients_are_refused_before_training(layer):
-    with pytest.raises(ValueError, match=r"gradients must be dense, but got .* sparse ones: network.layer.* Use nn.E"):
-        make_step(Lookup(layer()), nn.Adam, micro_size=2)
+def test_sparse_gradients_of_lookups_are_refused_before_training():
+    for layer in (nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=True), nn.MultiFieldEmbeddingLookup(9, 4, 2)):
+        with pytest.raises(ValueError, match=r"must be dense, but got .* sparse ones: network.layer.* Use nn.E"):
+            make_step(Lookup(layer), nn.Adam, micro_size=2)
     make_step(Lookup(nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=False)), nn.Adam, micro_size=2)
 
 

@@ -33,21 +33,14 @@ class WithOutputs(nn.Cell):
 
 
 class Returning(WithOutputs):
-    """Returns outputs of this `kind` ."""
+    """Returns what `made` makes of its loss and errors."""
 
-    def __init__(self, kind):
+    def __init__(self, made):
         super().__init__()
-        self.kind = kind
+        self.made = made
 
     def construct(self, x, mask):
-        loss, errors = super().construct(x, mask)[:2]
-        if self.kind == "nothing":
-            return (loss,)
-        if self.kind == "part":
-            return loss, errors[:1]
-        if self.kind == "tuple":
-            return loss, (errors, errors)
-        return loss, errors
+        return self.made(*super().construct(x, mask)[:2])
 
 
 def step_of(network, aux=True, **options):
@@ -59,17 +52,14 @@ def batch(mask, seed=0):
     return Tensor(x), Tensor(np.array(mask, np.float32))
 
 
-def check_rows(outputs, x, weight=START):
+def check_rows(outputs, x, weight):
     """Check each sample's outputs, in the batch's order."""
     values = x.asnumpy() * weight
     errors = values.sum(-1) - 1
-    for output, wanted, dtype in zip(
-        outputs, (errors, errors * 9, errors > 0, values), (ms.float32, ms.int32, ms.bool_, ms.float32), strict=True
-    ):
-        assert output.dtype == dtype
-        assert output.shape == wanted.shape
-        if dtype == ms.int32:
-            wanted = np.trunc(wanted)
+    expected = errors, np.trunc(errors * 9), errors > 0, values
+    dtypes = ms.float32, ms.int32, ms.bool_, ms.float32
+    for output, wanted, dtype in zip(outputs, expected, dtypes, strict=True):
+        assert (output.dtype, output.shape) == (dtype, wanted.shape)
         np.testing.assert_allclose(output.asnumpy().astype(np.float64), wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -91,15 +81,15 @@ def test_outputs_are_the_batchs_and_change_nothing(pynative):
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "got"),
+    ("made", "error", "got"),
     [
-        ("nothing", ValueError, "a tuple, but got a tuple of 1. Return such"),
-        ("part", ValueError, r"output 1 got shape \(1,\) for 5 sample\(s\). Return"),
-        ("tuple", TypeError, "each of 'aux' is a Tensor, but output 1 got 'Tuple.*'. Return"),
+        (lambda loss, errors: (loss,), ValueError, "a tuple, but got a tuple of 1. Return such"),
+        (lambda loss, errors: (loss, errors[:1]), ValueError, r"output 1 got shape \(1,\) for 5 sample\(s\). Return"),
+        (lambda loss, errors: (loss, (errors, errors)), TypeError, "is a Tensor, but output 1 got 'Tuple.*'. Return"),
     ],
 )
-def test_what_is_no_output_is_refused(kind, error, got, pynative):
-    step = step_of(Returning(kind), micro_size=2)
+def test_what_is_no_output_is_refused(made, error, got, pynative):
+    step = step_of(Returning(made), micro_size=2)
     with pytest.raises(error, match=rf"with aux=True the network must return \(loss, \*aux\).*{got}"):
         step(*batch(MASK))
     np.testing.assert_array_equal(as_numpy(step.weights[0]), START.astype(np.float32))
@@ -109,32 +99,34 @@ class Looking(nn.Cell):
     """Returns outputs that are not per sample, though two samples, as in each micro-batch, make them look so. A
     Parameter counts its runs."""
 
-    def __init__(self, kind):
+    def __init__(self, made):
         super().__init__()
         self.dense = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
         self.runs = ms.Parameter(Tensor(0.0), name="runs", requires_grad=False)
-        self.kind = kind
+        self.made = made
 
     def construct(self, x):
         rows = self.dense(x)
         loss = ops.depend(ops.square(rows).mean(), ops.assign_add(self.runs, Tensor(1.0)))
-        if self.kind == "means":
-            return loss, x, rows.mean(axis=0)
-        return loss, ops.swapaxes(rows, 0, 1)
+        return (loss, *self.made(x, rows))
 
 
 @pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")
 @pytest.mark.parametrize(
-    ("kind", "mode", "got"),
+    ("made", "mode", "got"),
     [
-        ("means", "graph", r"but output 2 got shape \(2,\) for 3 sample\(s\). Return a mean"),
-        ("turned", "pynative", r"output 1 got shape \(2, 3\) for 3 sample\(s\).*ops.swapaxes brings samples to axis 0"),
+        (
+            lambda x, rows: (x, rows.mean(axis=0)),
+            "graph",
+            r"output 2 got shape \(2,\) for 3 sample\(s\). Return a mean",
+        ),
+        (lambda x, rows: (rows.T,), "pynative", r"output 1 got shape \(2, 3\) for 3 .*ops.swapaxes brings samples to"),
     ],
     indirect=["mode"],
 )
-def test_what_has_no_samples_on_axis_0_is_refused_before_an_update(kind, got, mode):
+def test_what_has_no_samples_on_axis_0_is_refused_before_an_update(made, got, mode):
     """Also where each micro-batch has as many samples as the output has rows."""
-    network = Looking(kind)
+    network = Looking(made)
     step = make_step(network, aux=True, micro_size=4)
     with pytest.raises(ValueError, match=got):
         step(Tensor(np.ones((8, 3), np.float32)))
@@ -143,6 +135,7 @@ def test_what_has_no_samples_on_axis_0_is_refused_before_an_update(kind, got, mo
     assert not as_numpy(network.runs), "what looks at the network leaves no trace"
 
 
-def test_an_option_that_is_no_bool_is_refused():
-    with pytest.raises(TypeError, match="the argument 'aux' must be a bool, but got 1"):
-        GradAccumulationCell(WithOutputs(), 2, aux=1)
+@pytest.mark.parametrize("option", ["aux", "record_noise"])
+def test_an_option_that_is_no_bool_is_refused(option):
+    with pytest.raises(TypeError, match=f"the argument '{option}' must be a bool, but got 1"):
+        GradAccumulationCell(WithOutputs(), 2, **{option: 1})

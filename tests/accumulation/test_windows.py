@@ -14,16 +14,8 @@ import pytest
 from mindspore import Tensor, nn, train
 from mindspore.dataset import NumpySlicesDataset
 
-from gaccum_ms import (
-    Accumulators,
-    FlushAccumulation,
-    UpdateCheckpoint,
-)
-from tests.support.reference import (
-    Line,
-    as_numpy,
-    make_step,
-)
+from gaccum_ms import Accumulators, FlushAccumulation, UpdateCheckpoint
+from tests.support.reference import Line, as_numpy, make_step
 from tests.support.reuse import Reused
 from tests.support.state import assert_identical, everything
 
@@ -93,16 +85,16 @@ class StopAt(train.Callback):
             run_context.request_stop()
 
 
-def fit(callbacks, steps=4, epochs=2, data=None):
+def fit(callbacks, steps=4, data=None):
+    """Two epochs."""
     step = reused_line_step()
     step.set_accumulation_steps(steps)
-    ms.Model(step).train(epochs, data or line_data(), callbacks=callbacks)
+    ms.Model(step).train(2, data or line_data(), callbacks=callbacks)
     return step
 
 
-def assert_line(step, windows, batch=4):
-    expected = line_oracle(windows, batch)[0]
-    np.testing.assert_allclose(as_numpy(step.weights[0]), expected[-1], rtol=1e-5)
+def assert_line(step, windows):
+    np.testing.assert_allclose(as_numpy(step.weights[0]), line_oracle(windows)[0][-1], rtol=1e-5)
     assert int(step.update_count.asnumpy()) == len(windows)
 
 
@@ -165,9 +157,13 @@ def test_a_batch_that_fails_half_way_drops_its_window_and_the_next_is_right(pyna
 LEFT_OVER = r"training ended in the middle of a window: {} batch\(es\) of {} are added up, .* FlushAccumulation"
 
 
-@pytest.mark.parametrize(("each_epoch", "windows"), [(True, (4, 3, 4, 3)), (False, (4, 4, 4, 2))])
-def test_flushes_each_epoch_or_when_training_ends(each_epoch, windows):
-    assert_line(fit([FlushAccumulation(each_epoch)]), windows)
+@pytest.mark.parametrize(
+    ("each_epoch", "stop", "windows"),
+    [(False, StopAt(), (4, 4, 4, 2)), (True, StopAt(step=9), (4, 3, 2)), (False, StopAt(epoch=1), (4, 3))],
+)
+def test_what_is_left_is_flushed_when_training_ends_or_is_stopped(each_epoch, stop, windows):
+    """The stop comes from a callback after FlushAccumulation, as with EarlyStopping."""
+    assert_line(fit([FlushAccumulation(each_epoch), stop]), windows)
 
 
 def test_without_flush_windows_span_epochs_and_the_user_is_told_what_is_left():
@@ -188,35 +184,20 @@ class Evaluation(nn.Cell):
         return self.network(x, y), x, y
 
 
-def test_the_order_of_callbacks_does_not_matter(tmp_path):
-    """A checkpoint and a watch before FlushAccumulation in the list see its update at the same batch."""
-    watch = Watch()
+def test_callbacks_see_each_batchs_own_loss_and_their_order_does_not_matter(tmp_path, capsys):
+    """A checkpoint and a watch before FlushAccumulation in the list see its update at the same batch. LossMonitor and
+    History count batches, and get batch means with the weights of the batch's window."""
+    watch, history = Watch(), train.History()
     config = train.CheckpointConfig(save_checkpoint_steps=7, keep_checkpoint_max=9)
     checkpoint = train.ModelCheckpoint("net", str(tmp_path), config)
-    step = fit([checkpoint, watch, FlushAccumulation()])
-    weights = line_oracle((4, 3, 4, 3))[0]
+    step = fit([checkpoint, watch, history, train.LossMonitor(1), FlushAccumulation()])
+    weights, losses = line_oracle((4, 3, 4, 3))
     np.testing.assert_allclose([watch.weights[6], watch.weights[13]], weights[[1, 3]], rtol=1e-5)
     for epoch, weight in enumerate(weights[[1, 3]], 1):
         saved = ms.load_checkpoint(str(tmp_path / f"net-{epoch}_7.ckpt"))
         assert int(saved["gaccum_ms.window_position"].asnumpy()) == 0
         np.testing.assert_allclose(saved["weight"].asnumpy(), weight, rtol=1e-5)
     assert_line(step, (4, 3, 4, 3))
-
-
-@pytest.mark.parametrize(
-    ("each_epoch", "stop", "windows"),
-    [(True, StopAt(step=9), (4, 3, 2)), (False, StopAt(epoch=2), (4, 4, 4, 2))],
-)
-def test_a_stop_flushes_what_is_left(each_epoch, stop, windows):
-    """The stop comes from a callback after FlushAccumulation, as with EarlyStopping."""
-    assert_line(fit([FlushAccumulation(each_epoch), stop], epochs=5), windows)
-
-
-def test_callbacks_see_each_batchs_own_loss(capsys):
-    """LossMonitor and History count batches, and get batch means with the weights of the batch's window."""
-    watch, history = Watch(), train.History()
-    fit([watch, history, train.LossMonitor(1), FlushAccumulation()])
-    losses = line_oracle((4, 3, 4, 3))[1]
     printed = re.findall(r"epoch: (\d) step: (\d), loss is ([\d.]+)", capsys.readouterr().out)
     assert [line[:2] for line in printed] == [(str(e), str(s)) for e in (1, 2) for s in range(1, 8)]
     np.testing.assert_allclose([float(line[2]) for line in printed], losses, rtol=1e-5)

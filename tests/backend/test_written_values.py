@@ -45,19 +45,15 @@ class Training:
         self.optimizer = nn.Momentum(self.network.trainable_params(), 0.1, 0.9)
         self.batches = batches or 1
         self.losses: list[float] = []
-        if batches is None:
-            self.step = nn.TrainOneStepCell(self.network, self.optimizer).set_train()
-        else:
+        self.step = nn.TrainOneStepCell(self.network, self.optimizer).set_train()
+        if batches is not None:
             options = {"micro_size": 3, "accumulation_steps": batches, "jit": jit}
             self.step = make_step(self.network, lambda _: self.optimizer, **options)
 
     def train(self, x, y) -> None:
-        size = SAMPLES // self.batches
-        for start in range(0, SAMPLES, size):
-            loss = self.step(Tensor(x[start : start + size]), Tensor(y[start : start + size]))
-        if self.batches > 1:
-            loss = self.step.window_loss
-        self.losses.append(float(loss.asnumpy()))
+        for rows in np.split(np.arange(SAMPLES), self.batches):
+            loss = self.step(Tensor(x[rows]), Tensor(y[rows]))
+        self.losses.append(float((self.step.window_loss if self.batches > 1 else loss).asnumpy()))
 
     def parameters(self) -> list[ms.Parameter]:
         return [*self.network.get_parameters(), *self.network.unlisted, *self.optimizer.get_parameters()]
@@ -76,14 +72,9 @@ def write_all_by_load_checkpoint(run, folder):
     ms.load_checkpoint(str(folder / "network.ckpt"), run.network)
 
 
-def write_moments(run, folder):
-    for number, moment in enumerate(run.optimizer.moments):
-        moment.set_data(Tensor(values(moment.shape, 10 + number)))
-
-
 WRITES = [
     write_all_by_load_checkpoint,
-    write_moments,
+    lambda run, _: [moment.set_data(Tensor(values(moment.shape, 10))) for moment in run.optimizer.moments],
     lambda run, _: run.optimizer.learning_rate.set_data(0.3),
     write_target_by_load_param_into_net,
     lambda run, _: run.network.unlisted[0].set_data(Tensor(values((OUTPUTS,), 2))),
@@ -118,7 +109,7 @@ def test_windows_of_two_batches_compiled_in_pynative_mode(whole_batch, tmp_path,
     assert_same(trained(Training(2, jit=True), tmp_path), whole_batch)
 
 
-def write_past_set_data(run, folder):
+def write_past_set_data(run):
     """Replace the storage, which MindSpore's methods allow, but no class of MindSpore does."""
     type(run.network.target.weight).assign_value(run.network.target.weight, Tensor(values((OUTPUTS, FEATURES), 4)))
 
@@ -137,25 +128,19 @@ def test_a_write_shares_no_storage_and_compiles_anew_only_in_another_way_with_a_
     assert np.abs(online.asnumpy() - value).max() > 1e-3
     assert run.step.compile_cache == graphs_of_step
 
-    reference = same_state(run)
-    write_past_set_data(run, tmp_path)
+    reference = Training()  # goes on from the same state, by MindSpore's step
+    for mine, other in zip(run.parameters(), reference.parameters(), strict=True):
+        other.set_data(Tensor(mine.asnumpy()))
+    run.losses.clear()
+    write_past_set_data(run)
     with pytest.warns(UserWarning, match=r"got other storage for target\.weight"):
         run.train(*JOINED[1])
     run.train(*JOINED[2])
-    write_past_set_data(reference, tmp_path)
+    write_past_set_data(reference)
     with eagerly():
         reference.train(*JOINED[1])
         reference.train(*JOINED[2])
     assert_same(run, reference)
-
-
-def same_state(run: Training) -> Training:
-    """A training by MindSpore's step that goes on from another's state."""
-    reference = Training()
-    for mine, other in zip(run.parameters(), reference.parameters(), strict=True):
-        other.set_data(Tensor(mine.asnumpy()))
-    run.losses.clear()
-    return reference
 
 
 def test_grad_accumulator_updates_what_was_written(whole_batch, tmp_path, pynative):

@@ -10,41 +10,30 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import GradAccumulationCell, WindowBatchNorm
-from tests.support.reference import CLASSES, BatchNormInEvalNet, ConvNet, Outer, batches, make_step
+from tests.support.reference import CLASSES, FEATURES, BatchNormInEvalNet, Outer, batches, make_step
 
 
-class BatchNormNet(ConvNet):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(6)
-        self.norm2 = nn.BatchNorm1d(6 * 12)
-
-    def logits(self, x):
-        features = self.norm(self.conv(x.reshape((-1, 1, 3, 4)))).reshape((-1, 6 * 12))
-        return self.out(self.norm2(features))
+def two_norms():
+    first, second = nn.Dense(FEATURES, 6), nn.Dense(6, CLASSES)
+    return nn.SequentialCell(first, nn.BatchNorm1d(6), second, nn.BatchNorm1d(CLASSES))
 
 
-class WindowNormNet(ConvNet):
-    def __init__(self):
-        super().__init__()
-        self.norm2 = WindowBatchNorm(CLASSES)
-
-    def logits(self, x):
-        return self.norm2(super().logits(x))
+def window_norm():
+    return nn.SequentialCell(nn.Dense(FEATURES, CLASSES), WindowBatchNorm(CLASSES))
 
 
-class OwnNet(ConvNet):
+class OwnNet(nn.Dense):
     """MindSpore's operator in a Cell of one's own, one for each mode."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(FEATURES, CLASSES)
         self.scale, self.mean = (ms.Parameter(Tensor(np.ones(CLASSES, np.float32)), name=name) for name in "ab")
         self.shift, self.variance = (ms.Parameter(Tensor(np.ones(CLASSES, np.float32)), name=name) for name in "cd")
         self.in_training, self.in_evaluation = ops.BatchNorm(is_training=True), ops.BatchNorm(is_training=False)
 
-    def logits(self, x):
+    def construct(self, x):
         normalise = self.in_training if self.training else self.in_evaluation
-        return normalise(super().logits(x), self.scale, self.shift, self.mean, self.variance)[0]
+        return normalise(super().construct(x), self.scale, self.shift, self.mean, self.variance)[0]
 
 
 def step_of(network, **options):
@@ -58,7 +47,7 @@ def batch(samples=8):
 
 def test_batch_norm_draws_one_warning_that_says_what_differs(pynative):
     """At the first run, on the caller's line; never again."""
-    step = step_of(BatchNormNet())
+    step = step_of(two_norms())
     with pytest.warns(UserWarning) as caught:
         step(*batch())
         step(*batch())
@@ -66,7 +55,7 @@ def test_batch_norm_draws_one_warning_that_says_what_differs(pynative):
     assert len(caught) == 1
     text = str(caught[0].message)
     assert text.startswith("For 'GradAccumulationCell', the network has 2 BatchNorm layer(s) (")
-    for part in ("norm", "norm2", "mean and variance of one micro-batch", "moving", "nn.GroupNorm"):
+    for part in ("_backbone.1", "_backbone.3", "mean and variance of one micro-batch", "moving", "nn.GroupNorm"):
         assert part in text
     assert caught[0].filename == __file__
 
@@ -78,16 +67,16 @@ TWO, ONE_SAMPLE = "the network has 2 BatchNorm layer(s)", "a micro-batch has one
 @pytest.mark.parametrize(
     ("network", "samples", "options", "frozen", "expected"),
     [
-        (BatchNormNet, 8, {"micro_size": 1, "accumulation_steps": 2}, "", [TWO]),
-        (BatchNormNet, 8, {}, "norm2", ["the network has 1 BatchNorm layer(s) (_backbone.norm)"]),
-        (BatchNormNet, 4, {"micro_size": 4}, "", [TWO, ONE_SAMPLE]),
-        (BatchNormNet, 1, {"micro_size": 1, "accumulation_steps": 2}, "", [TWO, ONE_SAMPLE]),
-        (OwnNet, 8, {}, "", ["1 BatchNorm layer(s) (_backbone)"]),
+        (two_norms, 8, {"micro_size": 1, "accumulation_steps": 2}, None, [TWO]),
+        (two_norms, 8, {}, 3, ["the network has 1 BatchNorm layer(s) (_backbone.1)"]),
+        (two_norms, 4, {"micro_size": 4}, None, [TWO, ONE_SAMPLE]),
+        (two_norms, 1, {"micro_size": 1, "accumulation_steps": 2}, None, [TWO, ONE_SAMPLE]),
+        (OwnNet, 8, {}, None, ["1 BatchNorm layer(s) (_backbone)"]),
         (OwnNet, 8, {}, "all", []),
-        (BatchNormInEvalNet, 8, {}, "", []),
-        (BatchNormNet, 8, {"micro_size": 1}, "", []),
-        (WindowNormNet, 8, {"micro_size": 4}, "", []),
-        (WindowNormNet, 4, {"micro_size": 4}, "norm2", []),
+        (BatchNormInEvalNet, 8, {}, None, []),
+        (two_norms, 8, {"micro_size": 1}, None, []),
+        (window_norm, 8, {"micro_size": 4}, None, []),
+        (window_norm, 4, {"micro_size": 4}, 1, []),
     ],
 )
 def test_what_is_warned_of_at_the_first_run(network, samples, options, frozen, expected, pynative):
@@ -95,7 +84,7 @@ def test_what_is_warned_of_at_the_first_run(network, samples, options, frozen, e
     network = network()
     step = step_of(network, **options)
     if frozen:
-        (network if frozen == "all" else getattr(network, frozen)).set_train(False)
+        (network if frozen == "all" else network[frozen]).set_train(False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", message=".*BatchNorm|.*one sample")
         step(*batch(samples))
@@ -106,8 +95,7 @@ def test_what_is_warned_of_at_the_first_run(network, samples, options, frozen, e
 
 def test_layers_are_judged_by_their_mode_at_the_first_run(pynative):
     """One that was made in evaluation mode, and trains by then, is not left out."""
-    network = BatchNormNet().set_train(False)
-    cell = GradAccumulationCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2)
+    cell = GradAccumulationCell(nn.WithLossCell(two_norms().set_train(False), nn.CrossEntropyLoss()), 2)
     data = ms.dataset.NumpySlicesDataset(batches(8, 1)[0], shuffle=False).batch(8)
     with pytest.warns(UserWarning, match=r"the network has 2 BatchNorm layer\(s\)"):
         ms.Model(cell, optimizer=nn.SGD(cell.trainable_params(), 0.05)).train(1, data)
@@ -115,7 +103,7 @@ def test_layers_are_judged_by_their_mode_at_the_first_run(pynative):
 
 def test_the_warnings_come_where_another_graph_compiles_the_step():
     """As data sinking does, which never calls the step from Python."""
-    step = make_step(Normalised(nn.BatchNorm1d(6)), micro_size=8)
+    step = make_step(normalised(nn.BatchNorm1d(6)), micro_size=8)
     with pytest.warns(UserWarning) as caught:
         Outer(step).set_train()(*rows_of(8))
     texts = [str(one.message) for one in caught]
@@ -126,13 +114,8 @@ def test_the_warnings_come_where_another_graph_compiles_the_step():
 # -- how a batch is cut ------------------------------------------------------------------------------------------------
 
 
-class Normalised(nn.Cell):
-    def __init__(self, norm):
-        super().__init__()
-        self.dense, self.norm, self.head = nn.Dense(5, 6), norm, nn.Dense(6, 1)
-
-    def construct(self, x, y):
-        return ops.square(self.head(self.norm(self.dense(x))) - y).mean()
+def normalised(norm):
+    return nn.WithLossCell(nn.SequentialCell(nn.Dense(5, 6), norm, nn.Dense(6, 1)), nn.MSELoss())
 
 
 def rows_of(samples, seed=0):
@@ -143,28 +126,29 @@ def rows_of(samples, seed=0):
 @pytest.mark.filterwarnings("ignore:.*has 1 BatchNorm layer")
 def test_no_remainder_makes_the_moving_variance_nan():
     """In a graph for batches of any length."""
-    step = make_step(Normalised(nn.BatchNorm1d(6)), micro_size=8)
+    norm = nn.BatchNorm1d(6)
+    step = make_step(normalised(norm), micro_size=8)
     step.set_inputs(*(Tensor(shape=[None, width], dtype=ms.float32) for width in (5, 1)))
     for samples in (16, 9, 8, 5, 3, 2):
         step(*rows_of(samples))
-    assert np.isfinite(step.network.norm.moving_variance.asnumpy()).all()
+    assert np.isfinite(norm.moving_variance.asnumpy()).all()
     assert len(step.compile_cache) == 1
 
 
 @pytest.mark.parametrize(
     ("norm", "trains", "options", "sizes"),
     [
-        (nn.BatchNorm1d, True, {"micro_size": 4}, {8: [2] * 4, 4: [2, 2], 7: [2, 2, 3]}),
-        (nn.BatchNorm1d, False, {"micro_size": 3}, {7: [3, 3, 1]}),
-        (nn.BatchNorm1d, True, {"micro_batch_size": 1}, {4: [1] * 4}),
-        (nn.Identity, True, {"micro_size": 4}, {8: [2] * 4, 4: [1] * 4, 7: [2, 2, 2, 1]}),
+        (nn.BatchNorm1d(6), True, {"micro_size": 4}, {8: [2] * 4, 4: [2, 2], 7: [2, 2, 3]}),
+        (nn.BatchNorm1d(6), False, {"micro_size": 3}, {7: [3, 3, 1]}),
+        (nn.BatchNorm1d(6), True, {"micro_batch_size": 1}, {4: [1] * 4}),
+        (nn.Identity(), True, {"micro_size": 4}, {8: [2] * 4, 4: [1] * 4, 7: [2, 2, 2, 1]}),
     ],
     ids=["a layer", "frozen", "the user's choice", "another layer"],
 )
 @pytest.mark.filterwarnings("ignore:.*has 1 BatchNorm layer", "ignore:.*is trained in evaluation mode")
 def test_no_micro_batch_has_one_sample_but_by_the_users_choice(norm, trains, options, sizes, pynative):
-    step = make_step(Normalised(norm(6) if norm is nn.BatchNorm1d else norm()), **options)
-    step.network.norm.set_train(trains)
+    step = make_step(normalised(norm), **options)
+    norm.set_train(trains)
     step(*rows_of(8))
     for samples, expected in sizes.items():
         plan = step.window.plan_in_python([one.shape for one in rows_of(samples)])

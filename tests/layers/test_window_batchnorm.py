@@ -39,12 +39,9 @@ def step_of(norm, **options):
 
 
 def run(step, data_set):
+    """The moving statistics after these batches."""
     for x, y in data_set:
         step(Tensor(x), Tensor(y))
-    return statistics(step)
-
-
-def statistics(step):
     norm = step.network.norm
     return np.stack([as_numpy(norm.moving_mean), as_numpy(norm.moving_variance)])
 
@@ -73,8 +70,7 @@ def test_windows_of_several_batches(pynative):
     whole = data(12)
     step = step_of(WindowBatchNorm(2), micro_batch_size=3, accumulation_steps=2)
     parts = [part for x, y in whole for part in ((x[:8], y[:8]), (x[8:], y[8:]))]
-    run(step, parts[:1])
-    np.testing.assert_array_equal(statistics(step), [[0, 0], [1, 1]])
+    np.testing.assert_array_equal(run(step, parts[:1]), [[0, 0], [1, 1]])
     assert relative_error(run(step, parts[1:]), whole_batch(whole)) < 1e-6
 
 
@@ -98,7 +94,7 @@ def test_a_batch_that_fails_half_way_leaves_nothing(pynative):
     with pytest.raises(ZeroDivisionError):
         run(step, whole[-1:])
     assert not as_numpy(step.network.norm.window_statistics).any()
-    np.testing.assert_array_equal(statistics(step), [[0, 0], [1, 1]])
+    np.testing.assert_array_equal(run(step, []), [[0, 0], [1, 1]])
 
 
 def test_a_dropped_micro_batch_is_left_out(pynative):
@@ -129,17 +125,16 @@ def test_in_training_it_normalises_and_trains_as_mindspores_layer(shape, pynativ
     """The gradients of the input, the scale and the shift are compared too."""
     random = np.random.default_rng(3)
     x, weights = (Tensor(random.normal(size=shape).astype(np.float32)) for _ in range(2))
-    ours = WindowBatchNorm(4).set_train()
-    theirs = {2: nn.BatchNorm1d, 5: nn.BatchNorm3d}[len(shape)](4)
-    references = gradients_of(theirs.set_train(), x, weights)
-    for own, reference in zip(gradients_of(ours, x, weights), references, strict=True):
+
+    def gradients_of(norm):
+        norm.set_train()
+        both = ms.value_and_grad(lambda x: (norm(x) * weights).sum(), 0, norm.trainable_params())
+        value, (of_input, of_parameters) = both(x)
+        return [np.array(one.asnumpy()) for one in (value, of_input, *of_parameters)]
+
+    theirs = nn.BatchNorm1d(4) if len(shape) == 2 else nn.BatchNorm3d(4)
+    for own, reference in zip(gradients_of(WindowBatchNorm(4)), gradients_of(theirs), strict=True):
         assert relative_error(own, reference) < 1e-4
-
-
-def gradients_of(norm, x, weights):
-    both = ms.value_and_grad(lambda x: (norm(x) * weights).sum(), 0, norm.trainable_params())
-    value, (of_input, of_parameters) = both(x)
-    return [np.array(one.asnumpy()) for one in (value, of_input, *of_parameters)]
 
 
 @pytest.mark.distributed

@@ -7,6 +7,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import WithBatchLossCell
+from gaccum_ms.memory.proc import own
 from tests.support.contrastive import InfoNCE, Spread, accumulated, unit_length, whole
 from tests.support.modes import eagerly
 from tests.support.reference import make_step, relative_error, vector
@@ -34,8 +35,7 @@ class WideTower(nn.Cell):
 class WideTowers(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
-        self.one = WideTower()
-        self.other = nn.Dense(64, 64)
+        self.one, self.other = WideTower(), nn.Dense(64, 64)
 
     def construct(self, x, y):
         return self.one(x), unit_length(self.other(y))
@@ -78,19 +78,13 @@ def update_residual(samples: int) -> float:
     return relative_error(*(vector(one.trainable_params()) - before for one in (ours, plain)))
 
 
-def peak() -> float:
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
-
-
 def growth(micro_size: int, samples: int) -> float:
-    """By how many MB two updates raise the peak."""
+    """By how many MB two updates raise the process's peak."""
     ms.set_context(mode=ms.GRAPH_MODE)
     step = make_step(WithBatchLossCell(WideTowers(), InfoNCE()), micro_size=micro_size)
     random = np.random.default_rng(1)
     batch = [Tensor(random.normal(size=(samples, 64)).astype(np.float32)) for _ in range(2)]
-    before = peak()
+    before = own("VmHWM")
     for _ in range(2):
         step(*batch).asnumpy()
-    return peak() - before
+    return (own("VmHWM") - before) / 2**20

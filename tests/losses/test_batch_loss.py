@@ -7,10 +7,9 @@ import functools
 import warnings
 
 import mindspore as ms
-import mindspore.amp
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from gaccum_ms import (
     AccumulationScheduler,
@@ -23,23 +22,9 @@ from gaccum_ms import (
 from tests.losses import batch_loss_program
 from tests.support import contrastive
 from tests.support.alone import alone
-from tests.support.contrastive import (
-    InfoNCE,
-    Single,
-    Spread,
-    Towers,
-    Whole,
-    accumulated,
-    batches,
-    make_parts,
-    whole,
-)
+from tests.support.contrastive import InfoNCE, Single, Spread, Towers, Whole, accumulated, batches, make_parts, whole
 from tests.support.modes import eagerly
-from tests.support.reference import (
-    as_numpy,
-    assert_equivalent,
-    relative_error,
-)
+from tests.support.reference import as_numpy, assert_equivalent, relative_error
 
 RAGGED, UPDATES = 13, 3
 TOLERANCE = 1e-5
@@ -55,43 +40,20 @@ def whole_batch(kind: str):
 SCALE = Tensor(1024.0, ms.float32)
 TOGETHER = {"reduction": "sum", "accumulators": Accumulators(ms.float16, compensated=True), "scale_sense": SCALE}
 
-# -- equal to the whole batch ------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
-    ("kind", "options", "mode"),
+    ("kind", "options"),
     [
-        ("towers", {"micro_size": 3}, "graph"),
-        ("labels", {"micro_size": 3}, "pynative"),
-        ("towers", {"micro_size": 1}, "pynative"),
-        ("single", {"micro_batch_size": 5, **TOGETHER}, "pynative"),
+        ("towers", {"micro_size": 3}),
+        ("labels", {"micro_size": 3}),
+        ("towers", {"micro_size": 1}),
+        ("single", {"micro_batch_size": 5, **TOGETHER}),
     ],
-    indirect=["mode"],
 )
-def test_equals_the_whole_batch(kind, options, mode):
+def test_equals_the_whole_batch(kind, options, pynative):
+    """In graph mode: `test_a_network_that_adds_in_place...` below, and ranks/test_batch_loss_ranks.py."""
     run = contrastive.train(accumulated(**options), kind, batches(kind, RAGGED, UPDATES))
     assert_equivalent(run, whole_batch(kind), TOLERANCE)
-
-
-class Clipped(nn.Cell):
-    """Clips by hand: MindSpore's function gives a scalar's gradient the shape (1,), which its SGD does not accept."""
-
-    def construct(self, gradients):
-        squares = 0.0
-        for gradient in gradients:
-            squares = squares + ops.square(gradient).sum()
-        factor = ops.minimum(0.05 / ops.sqrt(squares), 1.0)
-        clipped = ()
-        for gradient in gradients:
-            clipped = (*clipped, gradient * factor)
-        return clipped
-
-
-def clipped_whole(backbone, loss_fn, optimizer):
-    step = whole(backbone, loss_fn, optimizer)
-    step.grad_reducer = Clipped()
-    step.reducer_flag = True
-    return step
 
 
 def test_called_by_itself_it_is_the_whole_batchs_network(pynative):
@@ -106,9 +68,12 @@ def test_called_by_itself_it_is_the_whole_batchs_network(pynative):
 # -- schedules and audit -----------------------------------------------------------------------------------------------
 
 
+def step_of(backbone, loss_fn, **options):
+    return accumulated(**options)(backbone, loss_fn, nn.SGD(backbone.trainable_params(), 0.1)).set_train()
+
+
 def test_a_schedule_of_windows_is_refused_before_training():
-    backbone, loss_fn = make_parts("single")
-    step = accumulated(micro_size=2)(backbone, loss_fn, nn.SGD(backbone.trainable_params(), 0.1))
+    step = step_of(*make_parts("single"), micro_size=2)
     data = ms.dataset.NumpySlicesDataset(batches("single", RAGGED, 1)[0], ["x"]).batch(RAGGED)
     with pytest.raises(ValueError, match=r"'WithBatchLossCell', whose loss needs all samples of the window at once"):
         ms.Model(step).train(2, data, callbacks=[AccumulationScheduler({0: 1, 1: 2})])
@@ -146,10 +111,6 @@ class WithLayer(nn.Cell):
 
     def construct(self, x):
         return self.out(self.layer(x))
-
-
-def step_of(backbone, loss_fn, **options):
-    return accumulated(**options)(backbone, loss_fn, nn.SGD(backbone.trainable_params(), 0.1)).set_train()
 
 
 def test_layers_that_a_second_pass_upsets_draw_a_warning(pynative):
@@ -228,14 +189,9 @@ def test_refuses_representations_that_are_none(made, message, pynative):
     np.testing.assert_array_equal(as_numpy(backbone.tower.weight), before)
 
 
-class PerSample(nn.Cell):
-    def construct(self, values):
-        return ops.square(values).sum(axis=1)
-
-
 def test_refuses_a_loss_that_is_no_scalar():  # in PyNative mode MindSpore cannot train after such an error
-    with pytest.raises(ValueError, match=r"the network must return a scalar loss of shape \(\), but got shape \(13,\)"):
-        step_of(Single(), PerSample(), micro_size=3)(*map(Tensor, batches("single", RAGGED, 1)[0]))
+    with pytest.raises(ValueError, match=r"the network must return a scalar loss of shape \(\), but got shape \(13, 6"):
+        step_of(Single(), nn.ReLU(), micro_size=3)(*map(Tensor, batches("single", RAGGED, 1)[0]))
 
 
 def test_a_batch_that_fails_leaves_nothing_behind(pynative):

@@ -3,6 +3,7 @@ are right. Each has a network, options and a batch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,12 +64,13 @@ class Case(NamedTuple):
         return self.net() if self.loss is None else Model(self.net(), self.loss, **self.more())
 
 
-def wrong(remedy: str, net: Callable, loss: Any, *inputs: np.ndarray, more: Callable = dict, **options: Any) -> Case:
+def wrong(
+    remedy: str | None, net: Callable, loss: Any, *inputs: np.ndarray, more: Callable = dict, **options: Any
+) -> Case:
     return Case(remedy, net, loss, inputs, options, more)
 
 
-def right(net: Callable, loss: Any, *inputs: np.ndarray, more: Callable = dict, **options: Any) -> Case:
-    return Case(None, net, loss, inputs, options, more)
+right = functools.partial(wrong, None)
 
 
 # -- networks ----------------------------------------------------------------------------------------------------------
@@ -104,10 +106,6 @@ def normalised() -> nn.Cell:
 def with_loss(net: Callable, loss: nn.Cell) -> Callable[[], nn.Cell]:
     """A network of MindSpore's classes alone."""
     return lambda: nn.WithLossCell(net(), loss)
-
-
-def two_layers() -> nn.Cell:
-    return nn.SequentialCell(dense(FEATURES, 8), nn.LayerNorm((8,)), dense(8, 1))
 
 
 def spread_and_up() -> dict[str, nn.Cell]:
@@ -163,16 +161,8 @@ def two_losses(m, x, y):
     return ops.square(logits).mean(), ops.cross_entropy(logits, y)
 
 
-def longest(tokens, labels):
-    return (labels >= 0).sum(1)
-
-
 def decay(m, x, y):
     return 0.5 * ops.square(m.net.weight).sum()
-
-
-def fractional_mask(m, x, y, mask):
-    return weighed(ops.square(m.net(x) - y)[:, 0], mask)
 
 
 def focal_of(loss):
@@ -199,17 +189,12 @@ def padding_by_hand(m, tokens, labels):
     return (of_tokens(m, tokens, labels) * valid).sum() / ops.maximum(valid.sum(), Tensor(1.0))
 
 
-def own_padding_index(m, tokens, labels):
-    return weighed(of_tokens(m, tokens, labels), ops.cast(labels != m.pad_id, ms.float32))
-
-
 def count_of_what_is_not_ignored(m, x, y):
     kept = ops.cast(y != -100, ms.float32)
     return (entropies(m, x, ops.where(y == -100, ops.zeros_like(y), y)) * kept).mean()
 
 
 def mean_over_positives(m, x, y):
-    """As of a detector, by the number of objects."""
     return entropies(m, x, y).sum() / ops.maximum(ops.cast(y > 0, ms.float32).sum(), Tensor(1.0))
 
 
@@ -256,7 +241,6 @@ def correlation(m, x, y):
 
 
 def kto(m, x, other, desirable):
-    """The reward is compared with a mean over the batch, which has no gradient."""
     reward, reference = m.net(x)[:, 0], ops.stop_gradient(m.net(other).mean())
     return (1 - ops.sigmoid((2 * (desirable > 0.5) - 1) * (reward - reference))).mean()
 
@@ -270,8 +254,7 @@ def sum_of_variational_divergence(m, x):
     """A mean, and a divergence that is summed, with noise."""
     mean, spread = m.net(x), m.spread(x)
     drawn = mean + ops.exp(0.5 * spread) * ops.standard_normal(mean.shape)
-    divergence = -0.5 * (1 + spread - mean**2 - ops.exp(spread)).sum()
-    return ops.square(m.up(drawn) - x).mean() + divergence
+    return ops.square(m.up(drawn) - x).mean() - 0.5 * (1 + spread - mean**2 - ops.exp(spread)).sum()
 
 
 def dice_of_each_sample(m, x, y):
@@ -282,8 +265,7 @@ def dice_of_each_sample(m, x, y):
 def variational(m, x):
     mean, spread = m.net(x), m.spread(x)
     drawn = mean + ops.exp(0.5 * spread) * ops.randn_like(mean)
-    divergence = -0.5 * (1 + spread - mean**2 - ops.exp(spread)).sum(1).mean()
-    return ops.square(m.up(drawn) - x).mean() + divergence
+    return ops.square(m.up(drawn) - x).mean() - 0.5 * (1 + spread - mean**2 - ops.exp(spread)).sum(1).mean()
 
 
 def denoising(m, x):
@@ -305,7 +287,6 @@ def groups_of_four(m, x):
 
 
 def policy_gradient(m, x, reward):
-    """It cancels."""
     ratio = ops.exp(m.net(x) - ops.stop_gradient(m.net(x)))
     advantage = reward - 0.5
     return -ops.minimum(ratio * advantage, ops.clamp(ratio, 0.8, 1.2) * advantage).mean()
@@ -322,7 +303,6 @@ def gradient_penalty(m, x, y):
 
 
 def counts_its_calls(m, x, y):
-    """State that changes no loss."""
     m.calls.append(x.shape)
     return squares(m, x, y).mean()
 
@@ -331,7 +311,7 @@ def counts_its_calls(m, x, y):
 
 SUM, BATCH, SHAPE = 'reduction="sum"', "WithBatchLossCell", "input 1 of shape"
 TWO = {"loss_weights": (1.0, 0.5)}
-CUT = {"split": MaxTokens(24, length=longest)}
+CUT = {"split": MaxTokens(24, length=lambda tokens, labels: (labels >= 0).sum(1))}
 
 WRONG: dict[str, Case] = {
     # sums
@@ -353,10 +333,16 @@ WRONG: dict[str, Case] = {
     "padding_by_hand": wrong("CountNotIgnored(ignore_index=0)", words, padding_by_hand, TOKENS, PADDED),
     "shifted_labels": wrong("CountNotIgnored(shift=1)", words, shifted, TOKENS, NEXT),
     "own_padding_index": wrong(
-        "CountNotIgnored(ignore_index=3", words, own_padding_index, TOKENS, PADDED_BY_3, more=lambda: {"pad_id": 3}
+        "CountNotIgnored(ignore_index=3",
+        words,
+        lambda m, x, y: weighed(of_tokens(m, x, y), ops.cast(y != m.pad_id, ms.float32)),
+        *(TOKENS, PADDED_BY_3),
+        more=lambda: {"pad_id": 3},
     ),
     "masked_mean": wrong("CountMask()", words, masked, TOKENS, TOKENS, MASK),
-    "fractional_mask": wrong("CountMask()", one, fractional_mask, X, TARGET, FRACTIONS),
+    "fractional_mask": wrong(
+        "CountMask()", one, lambda m, x, y, mask: weighed(squares(m, x, y)[:, 0], mask), X, TARGET, FRACTIONS
+    ),
     "importance_in_the_middle": wrong(
         "CountMask(position=1)",
         one,
@@ -488,7 +474,10 @@ RIGHT: dict[str, Case] = {
     ),
     "one_class": right(classes, lambda m, x, y: cross_entropy(m, x * 0, y), X, LABELS),  # the loss of all is the same
     "gradient_penalty": right(one, gradient_penalty, X, TARGET),
-    "huber": right(with_loss(two_layers, nn.HuberLoss()), None, X, TARGET),
+    "huber": right(
+        lambda: nn.WithLossCell(nn.SequentialCell(of(8)(), nn.LayerNorm((8,)), dense(8, 1)), nn.HuberLoss()),
+        *(None, X, TARGET),
+    ),
     "recurrent": right(
         embedding,
         lambda m, tokens, labels: ops.cross_entropy(m.head(m.gru(m.net(tokens))[0][:, -1]), labels),

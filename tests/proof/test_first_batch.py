@@ -20,13 +20,10 @@ from tests.proof import losses
 from tests.proof.losses import RIGHT, WRONG, Case
 
 
-def proved(case: Case, **more) -> tuple[FirstBatch, str | None]:
+def proved(case: Case) -> tuple[FirstBatch, str | None]:
     """The proof of a loss in four micro-batches, and what it says."""
-    options = {"micro_size": 4, **case.options}
-    if callable(options.get("split")):
-        options["micro_size"] = None
-    network = case.network()
-    cell = GradAccumulationCell(network, **options, **more)
+    network, cut_by_function = case.network(), callable(case.options.get("split"))
+    cell = GradAccumulationCell(network, None if cut_by_function else 4, **case.options)
     cell.check_options(is_whole=True)
     inputs = [Tensor(value) for value in case.inputs]
     options = cell.options
@@ -45,8 +42,7 @@ def proved(case: Case, **more) -> tuple[FirstBatch, str | None]:
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_loss_is_told_with_its_remedy(name):
     proof, text = proved(WRONG[name])
-    assert text is not None, proof
-    assert WRONG[name].remedy in text, text
+    assert text is not None and WRONG[name].remedy in text, (proof, text)
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -88,9 +84,8 @@ def test_a_remedy_of_the_few_samples_alone_is_no_remedy(pynative):
 
 def cut_by(split):
     """The proof of a right and of a wrong loss, cut by this function, with what it says."""
-    return [
-        proved(case._replace(options={"split": split})) for case in (RIGHT["mean_of_squares"], WRONG["sum_of_squares"])
-    ]
+    cases = RIGHT["mean_of_squares"], WRONG["sum_of_squares"]
+    return [proved(case._replace(options={"split": split})) for case in cases]
 
 
 def test_what_a_function_cuts_is_compared_with_the_raw_batch(pynative):

@@ -30,6 +30,7 @@ def pooled(out: Path) -> Results:
 
 
 def noise_records(out: Path) -> Results:
+    set_up()
     rank = get_rank()
     y, mask = noise.targets(16), np.array([1, 0.5, 0, 0, 1, 1, 0, 2] * 2, np.float32)
     half, part = np.split(y, 2)[rank], slice(0, 6) if rank == 0 else slice(6, 16)

@@ -3,68 +3,16 @@ in training: ranks/test_tokens_ranks.py."""
 
 from __future__ import annotations
 
-import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
-from gaccum_ms import (
-    AutoSize,
-    CountNotIgnored,
-    GradAccumulationCell,
-    find_micro_batch_size,
-    memory_report,
-)
-from gaccum_ms.backend.parameters import overwrite
+from gaccum_ms import AutoSize, CountNotIgnored, GradAccumulationCell, find_micro_batch_size, memory_report
+from gaccum_ms.memory.trial import Trials
 from tests.splitting.test_max_tokens import DATA, IGNORED, LENGTH, Causal, batch, max_tokens, run, step_of, whole_step
 from tests.support.modes import eagerly
-from tests.training.test_auto_size import says_assert_failed
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*writes state in 'construct'")  # networks that count their runs
 
 PLENTY = 1 << 40
-MARK = 1  # a token in the shortest samples: its micro-batch runs out of memory
-
-
-class RunsOut(nn.Cell):
-    """A network that runs out of memory, at run time, in micro-batches of more than `largest` tokens with a marked
-    token among them. It counts its runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = Causal()
-        self.check = ops.Assert()
-        self.largest = ms.Parameter(Tensor(10**6, ms.int32), name="largest", requires_grad=False)
-        self.times = ms.Parameter(Tensor(0.0, ms.float32), name="times", requires_grad=False)
-
-    def construct(self, tokens, labels):
-        is_marked = (tokens == MARK).any()
-        fits = ops.logical_or(tokens.shape[0] * tokens.shape[1] <= self.largest + 0, ops.logical_not(is_marked))
-        checked = ops.depend(self.check(fits, [self.largest + 0]), ops.assign_add(self.times, Tensor(1.0, ms.float32)))
-        return ops.depend(self.network(tokens, labels), checked)
-
-    def set_largest(self, tokens):
-        overwrite(self.largest, Tensor(tokens, ms.int32))
-
-
-def marked(batch):
-    """The batch with the marked token in the two shortest samples only, which come last."""
-    tokens, labels = batch[0].copy(), batch[1]
-    tokens[tokens == MARK] = MARK + 1
-    tokens[np.argsort((tokens != 0).sum(1))[:2], 0] = MARK
-    return tokens, labels
-
-
-def auto_step(tokens, widths=2, **options):
-    """A step that has this number as if found, without a search; and its network."""
-    network = RunsOut()
-    auto = AutoSize(PLENTY, says_assert_failed)
-    step = step_of(max_tokens(max_tokens=auto, widths=widths), network, **options)
-    step._runner.runner.cut_into(tokens)
-    return network, step
-
-
-# -- what fits ---------------------------------------------------------------------------------------------------------
 
 
 class Limited(nn.Cell):
@@ -81,18 +29,10 @@ class Limited(nn.Cell):
         return self.network(tokens, labels)
 
 
-@pytest.fixture
-def tried(monkeypatch):
-    """The size of each trial."""
-    from gaccum_ms.memory.trial import Trials
-
-    sizes, one_trial = [], Trials.run
-    monkeypatch.setattr(Trials, "run", lambda self, size: sizes.append(size) or one_trial(self, size))
-    return sizes
-
-
-def test_finds_the_number_that_fits_on_all_widths_once(tried):
+def test_finds_the_number_that_fits_on_all_widths_once(monkeypatch):
     """Of 20 samples, four rows of width 24 would fit, which are 96 tokens; but at width 12, these are eight rows."""
+    tried, one_trial = [], Trials.run
+    monkeypatch.setattr(Trials, "run", lambda self, size: tried.append(size) or one_trial(self, size))
     data = [batch(seed) for seed in range(2)]
     split = max_tokens(max_tokens=AutoSize(PLENTY), widths=(12, LENGTH))
     step = step_of(split, Limited(rows=5))
@@ -121,12 +61,6 @@ def test_the_worst_case_is_a_full_micro_batch_of_each_width():
         assert (of_labels.asnumpy() != IGNORED).any()
     short = np.where(np.arange(LENGTH) < 4, tokens[:7], 0)
     assert max_tokens(widths=(4, LENGTH)).worst_case(Tensor(short), Tensor(labels[:7])).most == 2, "28 of 24 tokens"
-
-
-# -- when memory runs out in training ----------------------------------------------------------------------------------
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_what_is_refused(pynative):

@@ -15,18 +15,21 @@ def sizes_of(plan):
     return [plan.size] * plan.full + [plan.rest] * (plan.rest > 0)
 
 
-@pytest.mark.parametrize(
-    ("samples", "micro_size", "micro_batch_size", "sizes"),
-    [
-        (10, 4, None, [3, 3, 3, 1]),
-        (9, 4, None, [3, 3, 3]),
-        (3, 4, None, [1, 1, 1]),
-        (9, None, 4, [4, 4, 1]),
-        (3, None, 4, [3]),
-    ],
-)
-def test_documented_boundaries(samples, micro_size, micro_batch_size, sizes):
-    assert sizes_of(micro_batches.plan_split([(samples,)], micro_size, micro_batch_size)) == sizes
+def test_documented_boundaries():
+    """Where two samples are the least, the user's own choice of one is obeyed."""
+    for samples, micro_size, micro_batch_size, least, sizes in (
+        (10, 4, None, 1, [3, 3, 3, 1]),
+        (9, 4, None, 1, [3, 3, 3]),
+        (3, 4, None, 1, [1, 1, 1]),
+        (9, None, 4, 1, [4, 4, 1]),
+        (3, None, 4, 1, [3]),
+        (9, None, 4, 2, [4, 5]),
+        (5, None, 4, 2, [5]),
+        (6, None, 4, 2, [4, 2]),
+        (1, None, 4, 2, [1]),
+        (3, None, 1, 2, [1, 1, 1]),
+    ):
+        assert sizes_of(micro_batches.plan_split([(samples,)], micro_size, micro_batch_size, least=least)) == sizes
 
 
 @pytest.mark.parametrize("micro_size", [1, 4, 7])
@@ -44,15 +47,6 @@ def test_no_single_sample_is_left_to_what_needs_two(micro_size):
         if 1 not in sizes_of(without):
             assert plan == without
     assert sizes_of(micro_batches.plan_split([(1,)], micro_size, None, least=2)) == [1]
-
-
-@pytest.mark.parametrize(
-    ("samples", "size", "sizes"),
-    [(9, 4, [4, 5]), (5, 4, [5]), (6, 4, [4, 2]), (1, 4, [1]), (3, 1, [1, 1, 1])],
-)
-def test_the_same_by_micro_batch_size(samples, size, sizes):
-    """The user's own choice of one sample is obeyed."""
-    assert sizes_of(micro_batches.plan_split([(samples,)], None, size, least=2)) == sizes
 
 
 @pytest.mark.parametrize("least", [1, 2])

@@ -52,13 +52,12 @@ def test_every_sample_is_in_one_row_that_holds_it(seed):
 
 
 def test_a_width_is_left_out_where_it_costs_more_than_it_saves():
-    few_short = np.array([8] * 7 + [2])
-    assert {width for width, _ in plan_tokens(few_short, 8, (2, 8), 32).micro_batches} == {8}, (
-        "there is a row for it anyway"
-    )
-    assert [part[0] for part in plan_tokens(np.array([8, 2]), 8, (2, 8), 32).micro_batches] == [8]
-    many_short = np.array([8] * 4 + [2] * 16)
-    assert [part[0] for part in plan_tokens(many_short, 8, (2, 8), 32).micro_batches] == [8, 2]
+    for lengths, widths in (
+        ([8] * 7 + [2], [8, 8]),  # there is a row for it anyway
+        ([8, 2], [8]),
+        ([8] * 4 + [2] * 16, [8, 2]),
+    ):
+        assert [width for width, _ in plan_tokens(np.array(lengths), 8, (2, 8), 32).micro_batches] == widths
 
 
 def test_what_is_printed(tmp_path):
