@@ -109,7 +109,7 @@ def test_a_window_that_another_training_began_is_recorded_as_a_whole(pynative):
 
 
 DROPS = {"count": CountMask(), "overflow": "drop_micro_batch"}
-TWO_LOSSES = {"count": oracle.COUNT_BOTH, "loss_weights": (1.0, 0.5)}
+TWO_LOSSES = {"count": (CountMask(), None), "loss_weights": (1.0, 0.5)}
 POISONED = [(1, 0), (2, 0), (2, 2)]
 EACH_KIND = {
     "dropped, counts": oracle.Case(oracle.Masked, "jit", [(2, 1)], micro_size=2, max_grad_norm=0.2, **DROPS),
