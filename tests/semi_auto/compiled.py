@@ -22,7 +22,7 @@ TIME_LIMIT = 3 * 3600  # seconds
 
 def stages_of(settings: dict) -> int:
     """The number of a case's pipeline stages, by its settings."""
-    return settings.get("pipeline_stages", settings.get("stages", 1))
+    return settings.get("pipeline_stages", 1)
 
 
 def folder_of(out: Path, name: str, stage: int) -> Path:
@@ -88,7 +88,7 @@ class Compiler:
         cases (str): The file of this folder that has the steps.
     """
 
-    def __init__(self, folder: Path, saves_graphs: bool = True, cases: str = "pipeline_cases") -> None:
+    def __init__(self, folder: Path, saves_graphs: bool = True, cases: str = "cases") -> None:
         environment = {
             **no_device.environment(folder),
             "PYTHONPATH": str(Path(gaccum_ms.__file__).parents[1]),

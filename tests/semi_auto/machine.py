@@ -93,12 +93,10 @@ class Machine:
         program: Program,
         ranks: int,
         parameters: Mapping[str, np.ndarray],
-        parts: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] | None = None,
-        samples_in: int = 1,
+        parts: Mapping[str, Callable[[np.ndarray, int], np.ndarray]],
+        samples_in: int,
     ) -> None:
-        self.program = program
-        self.ranks = ranks
-        self.number, self.first_rank = number, number * ranks
+        self.program, self.ranks, self.first_rank = program, ranks, number * ranks
         self.sums: defaultdict[tuple, int] = defaultdict(int)  # over each group of several stages, in this step
         self.state: dict[str, list[np.ndarray]] = {}
         self.places: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {}
@@ -112,8 +110,9 @@ class Machine:
             if re.fullmatch(r"inputs\d+", name):
                 self.inputs.append(token)
                 continue
-            place = (parts or {}).get(re.sub(r"^(accu_grads|gaccum_ms\.(average|moment))\.", "", name)) or rows(shape)
-            self.places[name] = place if parameters[name].shape != shape else rows(shape)
+            weight = re.sub(r"^(accum|stat|accu_grads|gaccum_ms\.(average|moment))\.", "", name)
+            is_whole = parameters[name].shape == shape
+            self.places[name] = rows(shape) if is_whole else parts.get(weight, rows(shape))
             self.state[name] = [np.array(self.places[name](parameters[name], rank)) for rank in range(ranks)]
             assert self.state[name][0].shape == shape, f"{name}: {self.state[name][0].shape}, not {shape}"
 
@@ -153,21 +152,18 @@ class Machine:
             return self._call([Closure(str(node.callee), ())] * self.ranks, arguments)
         if node.op == "call value":
             return self._call(self._resolve(str(node.callee), environment), arguments)
-        if node.op in ("UpdateState", "Partial", "Depend", "MakeTuple", "TupleGetItem", "Switch", "Load"):
-            return [
-                _PLUMBING[node.op](*one) if node.op != "Load" else self._value(one[0], rank)
-                for rank, one in enumerate(zip(*arguments, strict=True))
-            ]
+        if node.op == "Load":
+            return [self._value(one, rank) for rank, one in enumerate(arguments[0])]
+        if node.op in _PLUMBING:
+            return [_PLUMBING[node.op](*one) for one in zip(*arguments, strict=True)]
+        self.executed.append(node)
         if node.op in ("Assign", "AssignAdd", "SGD", "Momentum"):
-            self.executed.append(node)
             with np.errstate(all="ignore"):  # devices do not warn
                 return [self._write(node, one, rank) for rank, one in enumerate(zip(*arguments, strict=True))]
         values = [[self._value(one, rank) for rank, one in enumerate(argument)] for argument in arguments]
-        first = values[0][0]
-        self.executed.append(node)
         if node.op == "StridedSlice" and _takes_own_part(node.attributes):
             of_samples = values[0][:: self.ranks // self.samples_in]  # of ranks with different samples
-            has_all = all(np.array_equal(value, first) for value in of_samples)
+            has_all = all(np.array_equal(value, of_samples[0]) for value in of_samples)
             self._own_parts |= dict.fromkeys(_UNIQUE.findall(node.attributes), has_all)  # none if without backward
             return [self._own_part(*one[:3], rank, has_all) for rank, one in enumerate(zip(*values, strict=True))]
         forward = self._own_parts.keys() & _FORWARD.findall(node.attributes)
@@ -214,10 +210,8 @@ class Machine:
             assert "accu_grads." in ref.name, f"{node} writes what the file does not hold"
             value = np.zeros(value.shape, value.dtype)  # with which a step clears
         assert np.shape(value) == old.shape, f"{node.op} of {np.shape(value)} to {ref.name} of {old.shape}"
-        if node.op == "Assign":
-            new = value
-        elif node.op == "AssignAdd":
-            new = old + value
+        if node.op in ("Assign", "AssignAdd"):
+            new = value if node.op == "Assign" else old + value
         else:  # SGD(weight, gradient, rate, accumulation, momentum, stat), without momentum
             rate, momentum = (float(self._value(values[index], rank)) for index in (1, 3))
             assert node.op == "SGD" and momentum == 0.0, "only SGD without momentum is known here"
@@ -234,23 +228,22 @@ class Machine:
             pairs = [(rank, peer + index) for index, rank in enumerate(own)]
             label = f"tag {node.attribute('sr_tag')}"
             if node.op == "Receive":
-                return self.meeting.receive(self.number, [pair[::-1] for pair in pairs], label)
-            self.meeting.send(self.number, dict(zip(pairs, values, strict=True)), label)
+                return self.meeting.receive([pair[::-1] for pair in pairs], label)
+            self.meeting.send(dict(zip(pairs, values, strict=True)), label)
             return values
         ranks = _named(node) or node.group
         assert node.op == "AllGather" or 'op: "sum"' in node.attributes, node
         if set(ranks) <= set(own):
             groups = groups_like([rank - self.first_rank for rank in ranks], self.ranks)
-            return [
-                _joined(node.op, [values[one] for one in group], group.index(rank)) for rank, group in enumerate(groups)
-            ]
+            members = [[values[one] for one in group] for group in groups]
+            return [_joined(node.op, members[rank], group.index(rank)) for rank, group in enumerate(groups)]
         assert node.op == "AllReduce", node
         # Of the first rank's group; with one rank of each stage, that of the others lies beside it.
         shifts = range(self.ranks) if len(set(ranks) & set(own)) == 1 else [0] * self.ranks
         over_stages = [tuple(rank + shift for rank in ranks) for shift in shifts]
         self.sums[over_stages[0]] += 1
         named = [((group, self.sums[over_stages[0]]), group) for group in over_stages]
-        return self.meeting.sum(self.number, named, dict(zip(own, values, strict=True)))
+        return self.meeting.sum(named, dict(zip(own, values, strict=True)))
 
     def _peer(self, node: Node) -> int:
         """The other end of the first rank's Send or Receive."""
@@ -301,15 +294,11 @@ def rows(shape: tuple[int, ...]) -> Callable[[np.ndarray, int], np.ndarray]:
     return part
 
 
-def _partial(closure: Closure, *arguments: Any) -> Closure:
-    return Closure(closure.graph, (*closure.arguments, *arguments))
-
-
 _PLUMBING: dict[str, Callable] = {
     "UpdateState": lambda *_: None,
     "Depend": lambda value, *_: value,
     "MakeTuple": lambda *values: values,
     "TupleGetItem": lambda values, index: values[index],
     "Switch": lambda condition, yes, no: yes if condition else no,
-    "Partial": _partial,
+    "Partial": lambda closure, *arguments: Closure(closure.graph, (*closure.arguments, *arguments)),
 }

@@ -31,8 +31,9 @@ def test_optimizer_parallel_scatters_gradients_and_keeps_a_part_of_the_weights(c
     """And with `gradient_accumulation_shard` a part of the accumulators."""
     ran = Ran(cases(name))
     assert ran.counts["ReduceScatter"] > 0
-    for state, parts in ("second", RANKS), ("accum.second", RANKS), ("accu_grads.second", accumulators):
-        assert ran.parameter(state)[0].size == ran.values[state].size // parts
+    for state, parts in ("", RANKS), ("accum.", RANKS), ("accu_grads.", accumulators):
+        name = f"{state}{WEIGHTS[-1]}"
+        assert ran.parameter(name)[0].size == ran.values[name].size // parts
 
 
 def test_accumulators_are_added_to_micro_size_times_and_cleared_once(cases):
