@@ -20,6 +20,7 @@ from tests.support.modes import eagerly
 from tests.support.reference import make_network as make_dense
 from tests.support.reference import relative_error
 from tests.support.reuse import Reused
+from tests.support.state import assert_close
 from tests.support.two_ranks import Results, case, results_of
 
 TOLERANCE = 1e-6
@@ -27,13 +28,8 @@ RANKS_TOLERANCE = 1e-5  # between different numbers of ranks, which add up in an
 
 
 def assert_same(one: Results, other: Results, tolerance: float = TOLERANCE) -> None:
-    assert one.keys() == other.keys()
     assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}
-    errors = {name: relative_error(one[name], other[name]) for name in one}
-    assert max(errors.values()) < tolerance, errors
-
-
-# -- without ranks -----------------------------------------------------------------------------------------------------
+    assert_close(one, other, tolerance)
 
 
 def test_only_a_save_is_taken_for_one(tmp_path):
@@ -178,9 +174,6 @@ def test_each_rank_has_its_share(monkeypatch):
     assert by_parameters <= whole * 1.05
 
 
-# -- two ranks against the same two ranks ------------------------------------------------------------------------------
-
-
 trained = results_of("sharding_worker")
 
 
@@ -208,9 +201,6 @@ def test_learning_rates_are_those_of_all_groups_on_all_ranks(trained):
     for results in trained:
         np.testing.assert_allclose(results["rates/1"], results["rates/0"], rtol=1e-6)
     assert len(set(trained[0]["rates/0"][:6].tolist())) == 2
-
-
-# -- checkpoints, and other numbers of ranks ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

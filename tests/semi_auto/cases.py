@@ -25,6 +25,7 @@ from gaccum_ms import (
     Transform,
     WeightAverage,
 )
+from tests.support.state import manager
 
 SAMPLES = 16  # of each device; few, because the files abbreviate longer constants by "..."
 X, Y = (SAMPLES, 12), (SAMPLES, 1)
@@ -86,13 +87,13 @@ class Net(nn.Cell):
         stages (int): Of a pipeline.
         split (tuple): Lays the layers on (data, model) parallel devices.
         losses (int): The second one is of the outputs alone.
-        aux (bool): Also returns the numerator of the second loss, and without stages each sample's output.
+        further (int): How many outputs are beside the losses: the second loss's numerator, and each sample's output.
         as_list (bool): Whether a list is returned.
     """
 
-    def __init__(self, returns="plain", stages=1, split=None, losses=1, aux=False, as_list=False):
+    def __init__(self, returns="plain", stages=1, split=None, losses=1, further=0, as_list=False):
         super().__init__()
-        self.returns, self.losses, self.aux, self.has_stages, self.as_list = returns, losses, aux, stages > 1, as_list
+        self.returns, self.losses, self.further, self.as_list = returns, losses, further, as_list
         widths = (12, 8, 8, 8, 1) if stages > 1 else (12, 32, 1)
         splits = [(split[0], 1, split[1]), (split[0], split[1], 1)] * 2 if split else [None] * 4
         layers = [
@@ -130,9 +131,10 @@ class Net(nn.Cell):
                 if self.returns == "mean":
                     numerator = numerator / mask(x, y)
                 outputs = (*outputs, numerator, mask(x, y)) if self.returns == "ratio" else (*outputs, numerator)
-        if self.aux:
+        if self.further > 0:
             outputs = (*outputs, self.sum(self.square(out)))
-            outputs = outputs if self.has_stages else (*outputs, out)
+        if self.further > 1:
+            outputs = (*outputs, out)
         if self.as_list:
             return [*outputs]
         return outputs[0] if len(outputs) == 1 else outputs
@@ -153,57 +155,40 @@ class OverLabels(Net):
         return (outputs[0], ops.reduce_sum(y), *outputs[2:])
 
 
-class OutputsOfSamples(Net):
-    """Also on several stages, where they are refused."""
-
-    def construct(self, x, y):
-        return super().construct(x, y), x
-
-
 class LazyNet(Net):
     @ms.lazy_inline
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
 
 
+class Product(nn.Cell):
+    def __init__(self, table=None, **options):
+        super().__init__()
+        if table is not None:
+            self.table = table
+        self.matmul = ops.MatMul(**options)
+
+    def construct(self, x, table):
+        return self.matmul(x, table)
+
+
 class Tied(nn.Cell):
-    """Layers between a table and the same table, on the first stage and the last."""
+    """Layers between a table and the same table, on the first stage, which has it, and the last."""
 
     def __init__(self, sharded=True):
         super().__init__()
-        self.enter, self.leave = Enter(sharded), Leave()
+        table = ms.Parameter(weight(20, 12, 8), "table", parallel_optimizer=sharded)
+        self.enter, self.leave = Product(table), Product(transpose_b=True)
         self.layers = nn.CellList([Layer(seed, 8, 8) for seed in (1, 2)])
         self.enter.pipeline_stage = self.layers[0].pipeline_stage = 0
         self.leave.pipeline_stage = self.layers[1].pipeline_stage = 1
         self.mean = ops.ReduceMean()
 
     def construct(self, x, y):
-        out = self.enter(x)
+        out = self.enter(x, self.enter.table)
         for layer in self.layers:
             out = layer(out)
         return self.mean(ops.square(self.leave(out, self.enter.table) - y))
-
-
-class Enter(nn.Cell):
-    """Has the table of `Tied` ."""
-
-    def __init__(self, sharded):
-        super().__init__()
-        self.table, self.matmul = ms.Parameter(weight(20, 12, 8), "table", parallel_optimizer=sharded), ops.MatMul()
-
-    def construct(self, x):
-        return self.matmul(x, self.table)
-
-
-class Leave(nn.Cell):
-    """Uses it again."""
-
-    def __init__(self):
-        super().__init__()
-        self.matmul = ops.MatMul(transpose_b=True)
-
-    def construct(self, x, table):
-        return self.matmul(x, table)
 
 
 def laid(matmul_1, matmul_2):
@@ -288,19 +273,13 @@ class Momentum(Transform):
     def prepare(self, network):
         moments = [self.state_like(f"moment.{weight.name}", weight, 0.5) for weight in self.weights]
         self.moments = ms.ParameterTuple(moments)
-        self.map = ops.HyperMap()
 
     def change(self, gradients):
-        return self.map(moved, self.moments, gradients)
-
-
-moved = ops.MultitypeFuncGraph("moved")
-
-
-@moved.register("Tensor", "Tensor")
-def moved_one(moment, gradient):
-    changed = 0.9 * moment + gradient
-    return ops.depend(changed, ops.assign(moment, changed))
+        changed = ()
+        for index in range(len(gradients)):
+            moved = 0.9 * self.moments[index] + gradients[index]
+            changed = (*changed, ops.depend(moved, ops.assign(self.moments[index], moved)))
+        return changed
 
 
 def positive(x, y):
@@ -345,15 +324,6 @@ def documented(network):
     cell = AutoParallel(GradAccumulation(network, 4))
     cell.hsdp()
     return ms.Model(cell, optimizer=sgd(network)).train_network
-
-
-def predicting(network):
-    """The wrapped network, called by itself."""
-    return GradAccumulation(network, 2).set_train(False)
-
-
-def manager():
-    return nn.DynamicLossScaleUpdateCell(1024, 2, 10)
 
 
 def skips_and_clips():
@@ -424,7 +394,8 @@ def step_of(
 ):
     """Our step of `Net` in one of the layouts."""
     lazy, split, _ = layout_of(layout, stages)
-    network = (LazyNet if lazy else Net)(returns, stages, split, losses, aux, as_list)
+    further = 0 if not aux else 1 if stages > 1 else 2
+    network = (LazyNet if lazy else Net)(returns, stages, split, losses, further, as_list)
     if counted:
         counts = tuple(Mask(term, split) for term in range(losses))
         options["count"] = counts if losses > 1 else counts[0]
@@ -496,7 +467,7 @@ PIPELINES = {
     "too few": (lambda: ours(Net(stages=4), 2), {"pipeline_stages": 4}),
     "one without a stage": (lambda: ours(unstaged(), 4), {}),
     "frozen": (lambda: ours(frozen(Net(stages=2)), 4), {}),
-    "outputs of samples": (lambda: ours(OutputsOfSamples(stages=2), 4, aux=True), {}),
+    "outputs of samples": (lambda: ours(Net(stages=2, further=2), 4, aux=True), {}),
     "state of all weights": (lambda: ours(Net(stages=2), 4, transforms=(Momentum(),)), {}),
     "several losses": (lambda: ours(Net(stages=2), 4, loss_weights=(1.0, 0.3)), {}),
 }
@@ -508,7 +479,7 @@ CASES = {
     "per sample, 4": (lambda: ours(PerSampleLoss(Net("none")), 4), {}),
     "sum": (lambda: ours(Net("total"), 4, reduction="sum"), SUM),
     "full batch": (lambda: ours(Net(), 4), {"full_batch": True, **SUM}),
-    "context by init": (lambda: ours(Net(), 4), {"device_num": None}),
+    "context by init": (lambda: ours(Net(), 4), {"context by init": True}),
     "sharded gradients, mean": (lambda: ours(LazyDense(), 4), SHARDED_GRADIENTS),
     "half": (lambda: half(4), SUM),
     "half, whole": (lambda: half(1), SUM),
@@ -547,5 +518,5 @@ CASES = {
         {"dataset_strategy": ((8, 1), (8, 1), (1, 1)), "shapes": (X, Y, (1, 1)), **SUM},
     ),
     "over labels": (lambda: ours(OverLabels("ratio"), 4, reduction="ratio"), SUM),
-    "predict": (lambda: predicting(Net()), {"full_batch": True}),
+    "predict": (lambda: GradAccumulation(Net(), 2).set_train(False), {"full_batch": True}),
 }

@@ -1,4 +1,4 @@
-"""Finished graphs, those of all stages, run by the simulation (machine.py, pipeline_machine.py)."""
+"""Finished graphs, those of all stages, run by the simulation (machine.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 
 from tests.semi_auto.cases import SAMPLES
 from tests.semi_auto.compiled import RANKS
-from tests.semi_auto.machine import Machine
-from tests.semi_auto.pipeline_machine import step_together
+from tests.semi_auto.machine import Machine, step_together
 
 WEIGHTS = ("layers.0.weight", "layers.0.bias", "layers.1.weight")  # of one stage
 
@@ -41,15 +40,7 @@ PLACES = {
 
 
 class Ran:
-    """A case's graphs of all stages, after one or several runs on the machine.
-
-    Args:
-        case (Case): What was compiled.
-        layout (str): How the case lies on devices.
-        data (tuple or None): Inputs and labels. By default a batch, which is in `data` then, too.
-        stages (int): The number of stages.
-        steps (int): How often it runs.
-    """
+    """A case's graphs of all stages, after so many steps on inputs and labels, `data` , by default a batch."""
 
     def __init__(self, case, layout="dp", data=None, stages=1, steps=1):
         self.devices = RANKS // stages
@@ -101,19 +92,15 @@ class Ran:
         return [float(result[0] if isinstance(result, tuple) else result) for result in self.results]
 
     @property
-    def executed(self):
-        """The nodes that have run, of the first stage."""
-        return self.stages[0].executed
-
-    @property
     def counts(self):
-        return Counter(node.op for node in self.executed)
+        """The nodes that have run, of the first stage, by kind."""
+        return Counter(node.op for node in self.stages[0].executed)
 
     def gradient_collectives(self):
         """The reductions of gradients, which the compiler adds where weights are used, and calls "mirrors"."""
         return [
             node
-            for node in self.executed
+            for node in self.stages[0].executed
             if node.op in ("AllReduce", "ReduceScatter")
             and ("mirror" in node.attributes.lower() or "parallel_optimizer" in node.attributes)
         ]

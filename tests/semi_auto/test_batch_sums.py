@@ -1,5 +1,5 @@
 """Means, counts, ratios, several losses, outputs, transforms and windows of several batches equal the whole batch's in
-float64, also in pipelines."""
+float64, also in pipelines. Graphs have the collectives and the order of micro-batches that docs/parallel.md shows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.semi_auto.cases import OPTIONS
+from tests.semi_auto.finished_graph import COLLECTIVES
 from tests.semi_auto.ran import RANKS, WEIGHTS, Ran, batch
 from tests.semi_auto.whole_batch import Update
 
@@ -68,9 +69,8 @@ def test_equals_the_whole_batch(cases, option, layout, stages):
 def test_two_updates_clear_between_them(cases):
     ran, first = run(cases, "sum, count", "op", 2)
     ran.step(ran.data)
-    whole = expected("sum, count", {**ran.values, **first.after}, ran.data)
-    assert ran.distance(whole) < 1e-5
-    assert not any(np.any(part) for name in whole.after for part in ran.parameter(f"accu_grads.{name}"))
+    assert ran.distance(expected("sum, count", {**ran.values, **first.after}, ran.data)) < 1e-5
+    assert not any(np.any(part) for name in first.after for part in ran.parameter(f"accu_grads.{name}"))
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -133,9 +133,6 @@ def test_shared_inputs_are_whole_in_each_micro_batch(cases):
     assert ran.distance(Update(ran.values, (x, 3 * y))) < 1e-5
 
 
-# -- transforms, where a gradient is one device's part -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("option", "layout", "stages", "momentum", "limit"),
     [("transforms", "split", 1, 0.9 * 0.5, 0.46), ("spikes, average", "op", 2, 0.0, 0.01)],
@@ -164,9 +161,6 @@ def test_a_spike_updates_on_no_rank(cases):
     assert whole.norm > 100.0
     assert not any(ran.moved(WEIGHTS))
     assert [int(number) for number in ran.parameter("gaccum_ms.skipped_updates")] == [1] * RANKS
-
-
-# -- windows of several batches: one graph adds, another adds and updates, and both share the accumulators -------------
 
 
 def joined(*batches):
@@ -220,3 +214,46 @@ def test_a_flush_divides_by_the_batches_that_there_are(cases):
     assert_ended(ran, whole, 1)
     assert not ran.adding.gradient_collectives()
     assert ran.gradient_collectives()
+
+
+@pytest.mark.parametrize(
+    ("name", "reduced", "gathered"),
+    [("plain", 4, 0), ("ours, 4", 8, 0), ("per sample, 4", 4, 0), ("framework, 4", 8, 2)],
+)
+def test_an_update_has_as_many_collectives_as_docs_parallel_shows(cases, name, reduced, gathered):
+    """If the network takes the mean itself, the sum over devices is part of the mean's operator, in MindSpore's own
+    cell too. No pass of the compiler moves it behind the Add that follows."""
+    ran = Ran(cases(name))
+    counts = {kind: ran.counts[kind] for kind in COLLECTIVES if ran.counts[kind]}
+    assert counts == {"AllReduce": reduced} | ({"AllGather": gathered} if gathered else {})
+    assert len(ran.gradient_collectives()) == len(WEIGHTS)
+
+
+@pytest.mark.parametrize(("name", "accumulators"), [("ratio, clip, op", 1), ("sum, count, sg", RANKS)])
+def test_optimizer_parallel_scatters_gradients_and_keeps_a_part_of_the_weights(cases, name, accumulators):
+    """And with `gradient_accumulation_shard` a part of the accumulators."""
+    ran = Ran(cases(name))
+    assert ran.counts["ReduceScatter"] > 0
+    for state, parts in ("", RANKS), ("accum.", RANKS), ("accu_grads.", accumulators):
+        name = f"{state}{WEIGHTS[-1]}"
+        assert ran.parameter(name)[0].size == ran.values[name].size // parts
+
+
+def test_lazy_inline_compiles_the_network_once(cases):
+    case = cases("sum, count, sg")
+    compiled = sum(node.op == "MatMul" for graph in case.program.graphs.values() for node in graph.nodes)
+    assert Ran(case).counts["MatMul"] == 4 * compiled
+
+
+def test_a_micro_batchs_forward_waits_for_the_backward_before_it(cases):
+    """So that the activations of one micro-batch live at a time."""
+    nodes, before = cases("ours, 4").program.entry.nodes, {}
+    for node in nodes:  # all nodes that must have run before
+        direct = {one for one in node.arguments if one in before}
+        before[node.name] = direct.union(*(before[one] for one in direct))
+    begins = {(node.attribute("micro"), node.name) for node in nodes if node.op == "StridedSlice"}
+    ends = {(node.attribute("grad_accu_backward_end"), node.name) for node in nodes if "grad" in node.scope.lower()}
+    assert {micro for micro, _ in begins} == set(range(4))
+    for micro, begin in begins:
+        of_last = {end for earlier, end in ends if earlier == micro - 1}
+        assert micro == 0 or before[begin] & of_last, f"micro-batch {micro} does not wait"

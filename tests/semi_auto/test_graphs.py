@@ -1,5 +1,5 @@
 """Our step's graphs, compiled by MindSpore for eight devices and simulated without one (machine.py), make the whole
-batch's update. The contents of the graphs: test_collectives.py."""
+batch's update."""
 
 from __future__ import annotations
 

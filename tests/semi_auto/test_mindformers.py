@@ -6,11 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.semi_auto.compiled import Compiler
+from tests.semi_auto.conftest import compiler_of
 from tests.semi_auto.mindformers_cases import CLIP, GROUP_RATE, LAYOUTS, RATE, TEXTS, WORDS_OF_TEXT
 from tests.semi_auto.ran import Ran
 from tests.semi_auto.whole_batch import UpdateBySGD
-from tests.support import no_device
 from tests.support.package import package
 from tests.support.small_llama import WORDS
 
@@ -20,13 +19,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("mindformers in p
 ROUNDING = 2e-5  # of a weight's largest gradient
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    """A function that compiles a case of mindformers_cases.py, by its name."""
-    if reason := no_device.why_not():
-        pytest.skip(reason)
-    with Compiler(tmp_path_factory.mktemp("mindformers"), cases="mindformers_cases") as compiler:
-        yield compiler
+steps = compiler_of("mindformers_cases")
 
 
 def texts(name):

@@ -17,7 +17,6 @@ from gaccum_ms import (
     AdaptiveGradientClip,
     ClipByGlobalNorm,
     ClipByValue,
-    EvenSplit,
     GradAccumulationCell,
     SkipSpikes,
     WindowBatchNorm,
@@ -52,7 +51,11 @@ def tensors(samples):
 
 def test_a_bad_count_is_one_clear_error():
     """After the graph, which needs devices and is not run, has noted that the count was bad."""
-    step = make_step(micro_size=2, count=lambda x, y: -1.0, accumulation_steps=2)
+
+    def count(x, y):
+        return -1.0
+
+    step = make_step(micro_size=2, count=count, accumulation_steps=2)
     step.window.open.batch_items.set_data(Tensor(np.nan, ms.float32))
     words = r"'count' must return .* got \[\[-1.0, -1.0\]\].*The window that the batch is in does not update"
     with pytest.raises(ValueError, match=words):
@@ -83,12 +86,6 @@ def test_refuses_window_batch_norm():
     network = nn.SequentialCell(WindowBatchNorm(4), nn.Dense(4, 2))
     with pytest.raises(ValueError, match=r"must have no WindowBatchNorm, .*Use nn\.GroupNorm"):
         step_of(network, micro_size=2)
-
-
-def test_shared_inputs_need_not_divide():
-    step = make_step(micro_size=2, split=EvenSplit(shared=(1,)))
-    batch = step._runner.prepare((Tensor(np.zeros((4, 12), np.float32)), Tensor(np.zeros(3, np.float32))))
-    assert [[value.shape for value in part] for part in batch.micro_batches()] == [[(2, 12), (3,)]] * 2
 
 
 def test_refuses_ragged_batches_before_compiling():

@@ -1,5 +1,5 @@
 """Pipelines of two and four stages on eight devices: the graphs of all stages, which MindSpore compiles, run together
-(pipeline_machine.py) and make the whole batch's update. Each option in pipelines: test_batch_sums.py."""
+(machine.py) and make the whole batch's update. Each option in pipelines: test_batch_sums.py."""
 
 from __future__ import annotations
 

@@ -11,13 +11,8 @@ RATE = 0.1
 
 
 class UpdateBySGD:
-    """From the weights `before` and the whole `gradients` : the gradient's `norm` , and `after` , the weights.
-
-    Args:
-        before (dict): The weights before.
-        gradients (dict): Their gradients.
-        clip (float or None): The largest norm.
-    """
+    """From the weights `before` and the whole `gradients` : the gradient's `norm` , of which `clip` is the largest, and
+    `after` , the weights."""
 
     def __init__(self, before, gradients, clip=None):
         self.before, self.gradients = before, gradients
@@ -32,16 +27,8 @@ class UpdateBySGD:
 
 
 class Update(UpdateBySGD):
-    """An update by SGD: the outputs `out` ; `loss` ; `terms` and `totals` of each loss.
-
-    Args:
-        values (dict): The weights before.
-        batch (tuple): Inputs and labels.
-        loss_weights (tuple): Of each loss.
-        clip (float or None): The largest norm.
-        min_count (float): The least total.
-        masked (bool): Whether a loss is over its mask alone.
-    """
+    """From the weights before, inputs and labels: the outputs `out` ; `loss` ; `terms` and `totals` of each loss, which
+    are at least `min_count` . A loss that is `masked` is over its mask alone."""
 
     def __init__(self, values, batch, loss_weights=(1.0,), clip=None, min_count=0.0, masked=True):
         values = {name: value.astype(np.float64) for name, value in values.items()}
