@@ -75,8 +75,8 @@ CONVOLVE = {
 }
 OTHERS = {
     "names alone": Looks,
-    "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8),
-    "pooling": lambda: nn.SequentialCell(nn.MaxPool2d(2), nn.BatchNorm2d(2), nn.Embedding(2, 2)),
+    "transformer": lambda: nn.SequentialCell(nn.Embedding(2, 4), nn.TransformerEncoderLayer(4, 2, 8)),
+    "pooling": lambda: nn.SequentialCell(nn.MaxPool2d(2), nn.BatchNorm2d(2)),
 }
 
 

@@ -19,7 +19,8 @@ from gaccum_ms.memory.meter import AllocatorMeter
 from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.memory.trial import Trials, even_sizes
 from tests.support.alone import alone
-from tests.support.reference import OPTIMIZERS, as_numpy, batches, make_network, make_step
+from tests.support.reference import OPTIMIZERS, batches, make_network, make_step
+from tests.support.state import assert_identical, everything
 from tests.support.two_ranks import case
 
 PLENTY = 1 << 40
@@ -138,13 +139,11 @@ def test_nothing_changes_where_trials_run_in_this_process(monkeypatch, pynative)
     with pytest.warns(UserWarning, match="BatchNorm"):
         for _ in range(3):
             step(*batch(4))
-    parameters = list(step.get_parameters())
-    before = {parameter.name: as_numpy(parameter) for parameter in parameters}
+    before = everything(step)
     generator = ms.get_rng_state().asnumpy()
     flags = [(one.training, one.requires_grad) for _, one in network.cells_and_names()]
     assert find_micro_batch_size(GradAccumulationCell(network, 1), step.optimizer, batch(4), PLENTY) == 2
-    for parameter in parameters:
-        np.testing.assert_array_equal(as_numpy(parameter), before[parameter.name], err_msg=parameter.name)
+    assert_identical(everything(step), before)
     np.testing.assert_array_equal(ms.get_rng_state().asnumpy(), generator)
     assert [(one.training, one.requires_grad) for _, one in network.cells_and_names()] == flags
 

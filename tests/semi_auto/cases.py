@@ -162,6 +162,8 @@ class LazyNet(Net):
 
 
 class Product(nn.Cell):
+    """With a table, which may be its own."""
+
     def __init__(self, table=None, **options):
         super().__init__()
         if table is not None:
@@ -349,13 +351,6 @@ NAMED = (
     (DEVICES("data", "None"), DEVICES("None", "model")),
     (DEVICES("data", "model"), DEVICES("model", "None")),
 )
-# Of MindSpore's own unit tests of its cell, on eight devices: (network, settings).
-MINDSPORES = {
-    "no data parallel": (lambda: laid(*NO_DATA_PARALLEL), {"full_batch": True, **SUM, **OPTIMIZER_PARALLEL}),
-    "frozen": (lambda: frozen(laid(*UNEVEN)), SUM | OPTIMIZER_PARALLEL),
-    "interleaved": (lambda: MicroBatchInterleaved(Net(), 2), SUM),
-    "named axes": (lambda: laid(*NAMED), {"dataset_strategy": (DEVICES("data", "None"),) * 2, **SUM}),
-}
 
 # The layouts of every option: (lazy_inline, whether layers are split over devices, settings).
 LAYOUTS = {
@@ -381,27 +376,18 @@ def layout_of(layout, stages):
 
 
 def step_of(
-    layout,
-    stages,
-    returns="ratio",
-    losses=1,
-    aux=False,
-    as_list=False,
-    counted=False,
-    scale=None,
-    transforms=tuple,
-    **options,
+    layout, stages, returns="ratio", losses=1, aux=False, as_list=False, counted=False, scale=None, chain=tuple, **more
 ):
-    """Our step of `Net` in one of the layouts."""
+    """Our step of `Net` in one of the layouts. `scale` and `chain` make a loss scale and transforms."""
     lazy, split, _ = layout_of(layout, stages)
     further = 0 if not aux else 1 if stages > 1 else 2
     network = (LazyNet if lazy else Net)(returns, stages, split, losses, further, as_list)
     if counted:
         counts = tuple(Mask(term, split) for term in range(losses))
-        options["count"] = counts if losses > 1 else counts[0]
-    options |= {"reduction": returns if returns in ("sum", "ratio") else "mean", "aux": aux}
+        more["count"] = counts if losses > 1 else counts[0]
+    reduction = returns if returns in ("sum", "ratio") else "mean"
     network = PerSampleLoss(network) if returns == "none" else network
-    return ours(network, 4, scale and scale(), transforms=transforms(), **options)
+    return ours(network, 4, scale and scale(), reduction=reduction, aux=aux, transforms=chain(), **more)
 
 
 # The options, in each layout. TWO: two losses with these weights.
@@ -426,9 +412,9 @@ OPTIONS = {
     "windows, clip, aux": {"accumulation_steps": 2, "max_grad_norm": 0.1, "aux": True},
     "windows, scale": {"accumulation_steps": 2} | SCALE_AND_CLIP,
     "windows, sum, count, clamped": {"accumulation_steps": 2, "min_count": 1000.0} | SUMS,
-    "spikes": {"transforms": skips_and_clips},
-    "spikes, average": {"transforms": lambda: (*skips_and_clips(), ClipByValue(0.01), WeightAverage(0.75))},
-    "transforms": {"transforms": lambda: (*skips_and_clips(), Momentum(), ClipByValue(0.46), WeightAverage(0.75))},
+    "spikes": {"chain": skips_and_clips},
+    "spikes, average": {"chain": lambda: (*skips_and_clips(), ClipByValue(0.01), WeightAverage(0.75))},
+    "transforms": {"chain": lambda: (*skips_and_clips(), Momentum(), ClipByValue(0.46), WeightAverage(0.75))},
 }
 
 # Of seven layers: what the network returns, and the options of our step; None for MindSpore's.
@@ -496,7 +482,14 @@ CASES = {
     "documented": (lambda: documented(Net()), {"AutoParallel": True}),
     "AutoParallel, pipeline": (lambda: ours(Net(), 4, stages=2), {"AutoParallel": True}),
     "AutoParallel around the step": (lambda: AutoParallel(ours(Net(), 4)), {"AutoParallel": True}),
-    **{name: (lambda make=make: ours(make(), 4), settings) for name, (make, settings) in MINDSPORES.items()},
+    # Of MindSpore's own unit tests of its cell.
+    "no data parallel": (
+        lambda: ours(laid(*NO_DATA_PARALLEL), 4),
+        {"full_batch": True, **SUM, **OPTIMIZER_PARALLEL},
+    ),
+    "frozen": (lambda: ours(frozen(laid(*UNEVEN)), 4), SUM | OPTIMIZER_PARALLEL),
+    "interleaved": (lambda: ours(MicroBatchInterleaved(Net(), 2), 4), SUM),
+    "named axes": (lambda: ours(laid(*NAMED), 4), {"dataset_strategy": (DEVICES("data", "None"),) * 2, **SUM}),
     **{
         f"{name}, {layout}{f', {stages} stages' if stages > 1 else ''}": (
             lambda layout=layout, stages=stages, options=options: step_of(layout, stages, **options),

@@ -26,7 +26,7 @@ from gaccum_ms.backend.micro_mirrors import unreduced
 from gaccum_ms.launch.cluster import reserved_port
 from gaccum_ms.semi_auto import compiled_once
 from gaccum_ms.semi_auto.modes import settings_of
-from tests.semi_auto.cases import SAMPLES, X, Y
+from tests.semi_auto.cases import SAMPLES
 from tests.semi_auto.compiled import AGAIN, RANKS, TIME_LIMIT, folder_of, stages_of
 
 # Parts of MindSpore's errors when the graph is finished and there is no device.
@@ -87,13 +87,8 @@ def compile_graph(step, inputs, graphs, folder):
 
 def local_shapes(settings):
     """The shapes of one device's parts of the inputs."""
-    if "shapes" in settings:
-        return settings["shapes"]
-    if settings.get("full_batch"):
-        return (8 * SAMPLES, 12), (8 * SAMPLES, 1)
-    if "dataset_strategy" in settings:
-        return (2 * SAMPLES, 12), (2 * SAMPLES, 1)
-    return X, Y
+    samples = SAMPLES * (RANKS if settings.get("full_batch") else 2 if "dataset_strategy" in settings else 1)
+    return settings.get("shapes", ((samples, 12), (samples, 1)))
 
 
 def wanted(out):

@@ -44,7 +44,6 @@ class Node(NamedTuple):
 class Graph(NamedTuple):
     """Nodes, each after the nodes that it needs."""
 
-    name: str
     parameters: tuple[str, ...]
     nodes: tuple[Node, ...]
     result: str
@@ -120,5 +119,5 @@ def read(path: Path) -> Program:
             nodes[-1] = nodes[-1]._replace(scope=found.group(1))
         elif found := re.match(r"^\s+Return\((.*)\)", line):
             result = line.strip().removeprefix("Return")
-            graphs[name] = Graph(name, parameters, tuple(nodes), split_top(result[1 : _balanced(result)])[0])
+            graphs[name] = Graph(parameters, tuple(nodes), split_top(result[1 : _balanced(result)])[0])
     return Program(graphs[entry], graphs, shapes)
