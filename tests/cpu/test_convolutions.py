@@ -10,14 +10,11 @@ from mindspore.ops import conv2d as by_another_name
 from gaccum_ms import WithBatchLossCell
 from gaccum_ms.cpu import convolutions
 from gaccum_ms.cpu.convolutions import convolves
-
-
-def deepest(x):
-    return by_another_name(x, x)
+from tests.support.reference import make_step
 
 
 def deeper(x):
-    return deepest(x)
+    return by_another_name(x, x)
 
 
 @ms.jit
@@ -78,19 +75,14 @@ CONVOLVE = {
 }
 OTHERS = {
     "names alone": Looks,
-    "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8),
-    "pooling": lambda: nn.SequentialCell(nn.MaxPool2d(2), nn.BatchNorm2d(2), nn.Embedding(2, 2)),
+    "transformer": lambda: nn.SequentialCell(nn.Embedding(2, 4), nn.TransformerEncoderLayer(4, 2, 8)),
+    "pooling": lambda: nn.SequentialCell(nn.MaxPool2d(2), nn.BatchNorm2d(2)),
 }
 
 
-@pytest.mark.parametrize("network", CONVOLVE)
-def test_a_convolution_is_found_wherever_it_is(network):
-    assert convolves(CONVOLVE[network]())
-
-
-@pytest.mark.parametrize("network", OTHERS)
-def test_what_does_not_convolve_is_not_taken_for_it(network):
-    assert not convolves(OTHERS[network]())
+@pytest.mark.parametrize("network", [*CONVOLVE, *OTHERS])
+def test_a_convolution_is_found_wherever_it_is_and_no_other_is_taken_for_it(network):
+    assert convolves((CONVOLVE | OTHERS)[network]()) == (network in CONVOLVE)
 
 
 def test_a_network_that_holds_itself_comes_to_an_end():
@@ -99,10 +91,11 @@ def test_a_network_that_holds_itself_comes_to_an_end():
     assert not convolves(Holds(around))
 
 
-def test_an_accumulator_knows_convolutions_by_their_weights(monkeypatch):
+def test_steps_know_convolutions_by_their_network_and_accumulators_by_their_weights(monkeypatch):
+    """What does not convolve keeps all instructions."""
     limits = []
     monkeypatch.setattr(convolutions, "limit_instructions", lambda: limits.append(1))
-    convolutions.limit_instructions_for_weights(nn.Dense(2, 2).trainable_params())
-    assert limits == []
-    convolutions.limit_instructions_for_weights(nn.Conv2d(2, 2, 3).trainable_params())
-    assert limits == [1]
+    for layer, expected in (nn.Dense(2, 2), []), (nn.Conv2d(2, 2, 3), [1, 1]):
+        make_step(nn.WithLossCell(layer, nn.MSELoss()), micro_size=2)
+        convolutions.limit_instructions_for_weights(layer.trainable_params())
+        assert limits == expected

@@ -32,7 +32,7 @@ from tests.support.reference import make_step
 ms.set_context(mode={mode})
 convolving = nn.SequentialCell(nn.Conv2d(3, 8, 3), nn.Flatten())
 {before}
-step = make_step(nn.WithLossCell({network}, nn.MSELoss()), micro_size=2)
+step = make_step(nn.WithLossCell(convolving, nn.MSELoss()), micro_size=2)
 step(ops.ones((4, 3, 8, 8)), ops.ones((4, 512))).asnumpy()
 (library,) = (Path(ms.__file__).parent / "lib").glob("libdnnl.so*")
 avx512 = bool(ctypes.CDLL(str(library)).dnnl_get_effective_cpu_isa() & 0x20)
@@ -44,10 +44,8 @@ print("AVX-512:", avx512, os.environ.get("ONEDNN_MAX_CPU_ISA"))
 def trained(programs, tmp_path):
     """A function that returns the output of a program that trains."""
 
-    def output(network="convolving", before="", mode="ms.GRAPH_MODE", **variables: str) -> str:
-        (tmp_path / "script.py").write_text(
-            PROGRAM.format(network=network, before=before, mode=mode, variables=variables)
-        )
+    def output(before="", mode="ms.GRAPH_MODE", **variables: str) -> str:
+        (tmp_path / "script.py").write_text(PROGRAM.format(before=before, mode=mode, variables=variables))
         done = programs.run(tmp_path / "script.py", folder=tmp_path, ONEDNN_VERBOSE="1")
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
@@ -68,18 +66,10 @@ def test_a_network_that_convolves_is_kept_from_avx512_and_one_line_says_so(train
     assert "AVX-512: False AVX2\n" in printed
     (line,) = (line for line in printed.splitlines() if VARIABLE in line)
     assert line.startswith("[WARNING]")
-    assert f"{VARIABLE}=AVX2" in line
-    assert f"{VARIABLE}=ALL for no limit" in line
+    assert f"{VARIABLE}=AVX2. " in line and f"{VARIABLE}=ALL for no limit" in line
     kernels = convolution_kernels(printed)
     assert kernels
     assert not any("ref" in kernel for kernel in kernels), kernels
-
-
-@with_avx512
-def test_a_network_that_does_not_convolve_is_left_alone(trained):
-    printed = trained(network="nn.SequentialCell(nn.Flatten(), nn.Dense(192, 512))")
-    assert "AVX-512: True None\n" in printed
-    assert VARIABLE not in printed
 
 
 @with_avx512

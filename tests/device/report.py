@@ -17,11 +17,10 @@ from pathlib import Path
 from gaccum_ms.launch import cuda
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = Path(os.environ.get("GACCUM_MS_DEVICE_REPORT", ROOT / "build" / "device"))
+FOLDER = ROOT / "build" / "device"
 NO_DEVICE = 3
 DEVICES = ("Ascend", "GPU")
 TOOLS = {"GPU": ["nvidia-smi"], "Ascend": ["npu-smi", "info"]}
-REHEARSAL_RANKS = 2
 
 
 def said_by(command: list[str]) -> str:
@@ -38,7 +37,7 @@ def count(device: str) -> int:
         return said_by(["nvidia-smi", "-L"]).count("GPU ")
     if device == "Ascend":
         return sum(bool(re.fullmatch(r"davinci\d+", path.name)) for path in Path("/dev").iterdir())
-    return REHEARSAL_RANKS
+    return 2
 
 
 def chosen(machine: str) -> str | None:
@@ -65,13 +64,8 @@ def results(file: Path) -> list[str]:
     return ["| test | result | seconds |", "| --- | --- | --- |", *rows, "", *details]
 
 
-def check() -> str:
-    """What this machine has, and which devices work."""
-    return said_by([sys.executable, "-m", "gaccum_ms.launch.doctor"])
-
-
 def main(words: list[str], machine: str) -> int:
-    """Test the chosen device of a machine that `check` has described, and return the exit code."""
+    """Test the chosen device of a machine that `gaccum-ms check` has described, and return the exit code."""
     print(machine, end="", flush=True)
     device = chosen(machine)
     if device is None:
@@ -93,4 +87,4 @@ def main(words: list[str], machine: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], check()))
+    sys.exit(main(sys.argv[1:], said_by([sys.executable, "-m", "gaccum_ms.launch.doctor"])))

@@ -12,8 +12,6 @@ from tests.ranks.fused_worker import KINDS, LIMIT, SUM
 from tests.support.reference import relative_error
 from tests.support.two_ranks import Results, case, results_of
 
-# -- the plan ----------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("sizes", "limit", "buffers"),
@@ -55,9 +53,6 @@ def test_comm_fusion_of_mindspore_sets_the_limit(fusion, limit):
     finally:
         ms.set_auto_parallel_context(comm_fusion={"openstate": True, "allreduce": {"mode": "auto", "config": None}})
     assert fused_reduction.buffer_bytes() == fused_reduction.BUFFER_BYTES
-
-
-# -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
 ranks = results_of("fused_worker")

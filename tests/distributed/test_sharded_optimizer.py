@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from pathlib import Path
-from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -21,6 +20,7 @@ from tests.support.modes import eagerly
 from tests.support.reference import make_network as make_dense
 from tests.support.reference import relative_error
 from tests.support.reuse import Reused
+from tests.support.state import assert_close
 from tests.support.two_ranks import Results, case, results_of
 
 TOLERANCE = 1e-6
@@ -28,13 +28,8 @@ RANKS_TOLERANCE = 1e-5  # between different numbers of ranks, which add up in an
 
 
 def assert_same(one: Results, other: Results, tolerance: float = TOLERANCE) -> None:
-    assert one.keys() == other.keys()
     assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}
-    errors = {name: relative_error(one[name], other[name]) for name in one}
-    assert max(errors.values()) < tolerance, errors
-
-
-# -- without ranks -----------------------------------------------------------------------------------------------------
+    assert_close(one, other, tolerance)
 
 
 def test_only_a_save_is_taken_for_one(tmp_path):
@@ -57,27 +52,21 @@ _ARGUMENTS = {
 }
 
 
-def updated(kind, arguments: dict, values: list[np.ndarray], gradients: list[list[np.ndarray]]) -> list[np.ndarray]:
-    params = [ms.Parameter(ms.Tensor(value), name=f"weight{index}") for index, value in enumerate(values)]
-    optimizer = kind(params, **arguments)
-    for those in gradients:
-        optimizer(tuple(map(ms.Tensor, those)))
-    return [param.asnumpy() for param in params]
-
-
-def by_slices_and_whole(kind, arguments: dict) -> tuple[np.ndarray, np.ndarray]:
-    """A weight after three updates, and the same weight if the optimizer gets it in two slices."""
-    random = np.random.default_rng(1)
-    value, *gradients = (random.normal(size=(4, 3)).astype(np.float32) for _ in range(4))
-    (whole,) = updated(kind, arguments, [value], [[gradient] for gradient in gradients])
-    rows = [[one.reshape((1, -1))[:, :7], one.reshape((1, -1))[:, 7:]] for one in (value, *gradients)]
-    return whole.ravel(), np.concatenate([row.ravel() for row in updated(kind, arguments, rows[0], rows[1:])])
-
-
 @pytest.mark.parametrize("kind", sorted(_ELEMENTWISE, key=lambda one: one.__name__), ids=lambda one: one.__name__)
 def test_optimizers_that_get_slices_treat_each_element_by_itself(kind, pynative):
-    whole, slices = by_slices_and_whole(kind, _ARGUMENTS.get(kind, {}))
-    assert relative_error(slices, whole) < TOLERANCE
+    """A weight of two rows is the same after three updates if the optimizer gets it in two slices."""
+    value, *gradients = np.random.default_rng(1).normal(size=(4, 2, 6)).astype(np.float32)
+
+    def updated(slices):
+        """The weight, if the optimizer gets what `slices` returns of it and of its gradients."""
+        params = [ms.Parameter(ms.Tensor(one), name=f"weight{index}") for index, one in enumerate(slices(value))]
+        optimizer = kind(params, **_ARGUMENTS.get(kind, {}))
+        for gradient in gradients:
+            optimizer(tuple(map(ms.Tensor, slices(gradient))))
+        return np.concatenate([param.asnumpy().ravel() for param in params])
+
+    slices = updated(lambda one: np.split(one.reshape((1, -1)), [7], axis=1))
+    assert relative_error(slices, updated(lambda one: [one])) < TOLERANCE
 
 
 class SpecialAdam(nn.Adam):
@@ -185,9 +174,6 @@ def test_each_rank_has_its_share(monkeypatch):
     assert by_parameters <= whole * 1.05
 
 
-# -- two ranks against the same two ranks ------------------------------------------------------------------------------
-
-
 trained = results_of("sharding_worker")
 
 
@@ -217,31 +203,22 @@ def test_learning_rates_are_those_of_all_groups_on_all_ranks(trained):
     assert len(set(trained[0]["rates/0"][:6].tolist())) == 2
 
 
-# -- checkpoints, and other numbers of ranks ---------------------------------------------------------------------------
-
-
-class OneRank(NamedTuple):
-    folder: Path
-    file: Path
-    end: Results
-
-
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory) -> OneRank:
-    """One process with a plain optimizer: its checkpoint after two updates, and its results after two more."""
+def one_rank(tmp_path_factory) -> tuple[Path, Results]:
+    """One process with a plain optimizer: the folder of its checkpoint after two updates, and its results after two
+    more."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    file = folder / "one-rank-adam.ckpt"
     with eagerly():
         step = steps(False)
         run(step, 0, 2)
-        ms.save_checkpoint(step, str(file))
-        return OneRank(folder, file, run(step, 2, 4))
+        ms.save_checkpoint(step, str(folder / "one-rank-adam.ckpt"))
+        return folder, run(step, 2, 4)
 
 
 @pytest.fixture(scope="module")
 def saved(rank_pair, one_rank) -> list[Results]:
     """The results of each of two ranks, by case. The ranks find the checkpoint of one process."""
-    return rank_pair.worker("tests.ranks.sharding_worker", one_rank.folder)
+    return rank_pair.worker("tests.ranks.sharding_worker", one_rank[0])
 
 
 @pytest.mark.distributed
@@ -257,23 +234,21 @@ def test_goes_on_from_what_modelcheckpoint_and_updatecheckpoint_saved(saved, nam
 def test_two_ranks_go_on_from_one(saved, one_rank):
     """The checkpoint is of one process with a plain optimizer."""
     for results in saved:
-        assert_same(case(results, "adam from one"), one_rank.end, RANKS_TOLERANCE)
+        assert_same(case(results, "adam from one"), one_rank[1], RANKS_TOLERANCE)
 
 
 @pytest.mark.distributed
 def test_one_rank_goes_on_from_two(saved, one_rank, pynative):
     """Its checkpoint has the names and shapes that one process saves with a plain optimizer."""
     assert case(saved[0], "adam went on")  # this case saves
-    by_hand = one_rank.folder / "adam-by-hand.ckpt"
-    wanted, shapes = (
-        {name: value.shape for name, value in ms.load_checkpoint(str(file)).items()}
-        for file in (one_rank.file, by_hand)
-    )
+    folder, end = one_rank
+    files = folder / "one-rank-adam.ckpt", folder / "adam-by-hand.ckpt"
+    wanted, shapes = ({name: one.shape for name, one in ms.load_checkpoint(str(file)).items()} for file in files)
     assert shapes == wanted
     for sharded in (False, True):
         step = steps(sharded)
-        resume(step, by_hand)
-        assert_same(run(step, 2, 4), one_rank.end, RANKS_TOLERANCE)
+        resume(step, files[1])
+        assert_same(run(step, 2, 4), end, RANKS_TOLERANCE)
 
 
 ERRORS = {

@@ -73,17 +73,10 @@ def test_nothing_fits_a_limit_below_the_framework(pynative):
 
 
 REPORT = MemoryReport(
-    rank=0,
-    what="resident memory of the process",
-    parameters=20,
-    optimizer_state=20,
-    accumulators=20,
-    batch=1,
-    framework=100,
-    memory_limit=250,
-    probed=(1, 2),
+    rank=0, what="resident memory of the process", parameters=20, optimizer_state=20, accumulators=20, batch=1,
+    framework=100, memory_limit=250, probed=(1, 2),
     rows=(MemoryRow(1, 4, 160, None, 301, None, False), MemoryRow(2, 2, 80, 79, 241, 240, True)),
-)
+)  # fmt: skip
 
 
 def test_draws(tmp_path, monkeypatch):
@@ -102,35 +95,35 @@ def test_sizes_fit_from_where_all_larger_ones_do():
     assert dataclasses.replace(REPORT, rows=rows).fits_from == 4
 
 
+OWNER = "For 'memory_report', .*"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("error", "message", "given"),
     [
-        ({"memory_limit": 1.5}, TypeError, "'memory_limit' must be an int, but got 1.5"),
-        ({"micro_sizes": [1, 33]}, ValueError, r"got \[1, 33\] and a batch of 32 sample"),
+        (
+            TypeError,
+            f"{OWNER}'cell' must be a gaccum_ms.GradAccumulationCell, but got 'Dense'",
+            {"cell": nn.Dense(1, 1)},
+        ),
+        (TypeError, f"{OWNER}must be an nn.Optimizer, but got 'int'", {"optimizer": 3}),
+        (ValueError, "axis 0 of all inputs must have the same length", {"batch": (batch(4)[0], batch(6)[1])}),
+        (TypeError, f"{OWNER}'memory_limit' must be an int, but got 1.5", {"memory_limit": 1.5}),
+        (ValueError, rf"{OWNER}got \[1, 33\] and a batch of 32 sample", {"micro_sizes": [1, 33]}),
     ],
 )
-def test_bad_arguments(arguments, error, message):
-    with pytest.raises(error, match=f"For 'memory_report', .*{message}"):
-        report_of(make_network("dense"), **arguments)
-
-
-def test_bad_cells_and_batches():
+def test_bad_arguments(error, message, given):
     network = make_network("dense")
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    with pytest.raises(TypeError, match=r"'cell' must be a gaccum_ms.GradAccumulationCell, but got 'DenseNet'"):
-        memory_report(network, optimizer, *batch(4))
-    with pytest.raises(TypeError, match=r"For 'memory_report', .*must be an nn.Optimizer, but got 'int'"):
-        memory_report(cell_of(network), 3, *batch(4))
-    with pytest.raises(ValueError, match=r"axis 0 of all inputs must have the same length"):
-        memory_report(cell_of(network), optimizer, batch(4)[0], batch(6)[1])
+    given = {"cell": cell_of(network), "optimizer": nn.SGD(network.trainable_params()), "batch": batch(32), **given}
+    with pytest.raises(error, match=message):
+        memory_report(given.pop("cell"), given.pop("optimizer"), *given.pop("batch"), **given)
 
 
 def test_refuses_modes_in_which_a_rank_cannot_try_alone(parallel_context):
-    parallel_mode = "semi_auto_parallel"
     network = make_network("dense")
     cell, optimizer = cell_of(network), nn.SGD(network.trainable_params(), 0.1)
-    parallel_context(parallel_mode=parallel_mode)
-    with pytest.raises(RuntimeError, match=f"For 'memory_report', .*'data_parallel', but got '{parallel_mode}'"):
+    parallel_context(parallel_mode="semi_auto_parallel")
+    with pytest.raises(RuntimeError, match=r"For 'memory_report', .*'data_parallel', but got 'semi_auto_parallel'"):
         memory_report(cell, optimizer, *batch(4))
-    with pytest.raises(RuntimeError, match=f"For 'find_micro_batch_size', .*but got '{parallel_mode}'"):
+    with pytest.raises(RuntimeError, match=r"For 'find_micro_batch_size', .*but got 'semi_auto_parallel'"):
         find_micro_batch_size(cell, optimizer, batch(4))

@@ -24,9 +24,6 @@ def test_linux_counts_in_kibibytes(tmp_path):
     assert sizes_in(tmp_path / "status") == {"VmRSS": 3072}
 
 
-# -- accelerators, simulated -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(compiler() is None, reason="there is no C compiler to make a runtime with")
 @pytest.mark.parametrize(
     ("name", "functions"),

@@ -9,8 +9,8 @@ from gaccum_ms.memory.child import Usage
 from gaccum_ms.memory.meter import ProcessMeter
 from gaccum_ms.memory.trial import Trials, even_sizes
 from gaccum_ms.training.step import step_on_trial
-from tests.support.reference import OPTIMIZERS, as_numpy, batches, make_network, make_step
-from tests.support.state import assert_identical
+from tests.support.reference import OPTIMIZERS, batches, make_network, make_step
+from tests.support.state import assert_identical, everything
 
 
 def test_even_sizes():
@@ -26,10 +26,10 @@ def test_a_trial_updates_nothing_and_adds_the_state_that_is_not_written_yet(monk
     optimizer = OPTIMIZERS["adam"](network.trainable_params())
     batch = [Tensor(value) for value in batches(8, 1)[0]]
     trials = Trials("test", GradAccumulationCell(network, 2), optimizer, batch, step_on_trial, 1 << 40)
-    before = {parameter.name: as_numpy(parameter) for parameter in optimizer.get_parameters()}
+    before = everything(optimizer)
     moments = 2 * sum(weight.nbytes for weight in optimizer.parameters)
     assert trials.run(2) == (moments + 4, moments + 4, 0)
-    assert_identical({parameter.name: as_numpy(parameter) for parameter in optimizer.get_parameters()}, before)
+    assert_identical(everything(optimizer), before)
     make_step(network, lambda weights: optimizer, micro_size=2)(*batch)
     trials = Trials("test", GradAccumulationCell(network, 2), optimizer, batch, step_on_trial, 1 << 40)
     assert trials.run(2) == (0, 0, 0)

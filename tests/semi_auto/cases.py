@@ -1,6 +1,8 @@
-"""The training steps that compile_worker.py compiles for eight devices: networks, options, layouts."""
+"""The training steps that compile_worker.py compiles for eight devices: networks, options, layouts, pipelines."""
 
 from __future__ import annotations
+
+import itertools
 
 import mindspore as ms
 import numpy as np
@@ -23,6 +25,7 @@ from gaccum_ms import (
     Transform,
     WeightAverage,
 )
+from tests.support.state import manager
 
 SAMPLES = 16  # of each device; few, because the files abbreviate longer constants by "..."
 X, Y = (SAMPLES, 12), (SAMPLES, 1)
@@ -32,37 +35,31 @@ def weight(seed, *shape):
     return ms.Parameter(Tensor(np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 0.5))
 
 
-class Net(nn.Cell):
-    """Two layers and squared errors. `split` lays them on (data, model) parallel devices."""
+class Layer(nn.Cell):
+    """A product and a bias, and a ReLU if there are several columns. `split` : in how many parts samples, rows and
+    columns lie."""
 
-    def __init__(self, reduction="mean", split=None):
+    def __init__(self, seed, rows, columns, split=None, has_bias=True):
         super().__init__()
-        self.first, self.bias, self.second = weight(1, 12, 32), weight(2, 32), weight(3, 32, 1)
-        self.first.name, self.bias.name, self.second.name = "first", "bias", "second"
-        self.reduction = reduction
-        self.matmul_1, self.add, self.relu, self.matmul_2 = ops.MatMul(), ops.Add(), ops.ReLU(), ops.MatMul()
-        self.sub, self.square, self.mean = ops.Sub(), ops.Square(), ops.ReduceMean()
+        self.weight, self.has_bias, self.has_relu = weight(seed, rows, columns), has_bias, columns > 1
+        if has_bias:
+            self.bias = weight(seed + 10, columns)
+        self.matmul, self.add, self.relu = ops.MatMul(), ops.Add(), ops.ReLU()
         if split:
-            data, model = split
-            self.matmul_1.shard(((data, 1), (1, model)))
-            self.add.shard(((data, model), (model,)))
-            self.relu.shard(((data, model),))
-            self.matmul_2.shard(((data, model), (model, 1)))
-            self.sub.shard(((data, 1), (data, 1)))
-            self.square.shard(((data, 1),))
-            self.mean.shard(((data, 1),))
+            data, rows, columns = split
+            self.matmul.shard(((data, rows), (rows, columns)))
+            self.add.shard(((data, columns), (columns,)))
+            self.relu.shard(((data, columns),))
 
-    def construct(self, x, y):
-        hidden = self.relu(self.add(self.matmul_1(x, self.first), self.bias))
-        squares = self.square(self.sub(self.matmul_2(hidden, self.second), y))
-        if self.reduction == "none":
-            return ops.reduce_sum(squares, 1)
-        return ops.reduce_sum(squares) if self.reduction == "sum" else self.mean(squares)
+    def construct(self, x):
+        x = self.matmul(x, self.weight)
+        x = self.add(x, self.bias) if self.has_bias else x
+        return self.relu(x) if self.has_relu else x
 
 
 class Mask(nn.Cell):
-    """The samples that loss number `term` of `Masked` is over: labels above zero, or large ones. As a count: their
-    number. `split` as in `Net` ."""
+    """The samples that loss number `term` is over: labels above zero, or large ones. As a count: their number. `split`
+    as in `Net` ."""
 
     def __init__(self, term, split=None):
         super().__init__()
@@ -81,48 +78,76 @@ class Mask(nn.Cell):
         return self.sum(self.of(y))
 
 
-class Masked(Net):
-    """One or two losses, each over a mask: a numerator, and with ``returns="ratio"`` a denominator too, or means."""
+class Net(nn.Cell):
+    """Two layers, or four on several stages, and squared errors.
 
-    def __init__(self, losses=1, returns="ratio", aux=False, split=None, as_list=False):
-        super().__init__(split=split)
-        self.losses, self.returns, self.aux, self.as_list = losses, returns, aux, as_list
-        self.masks = nn.CellList([Mask(term, split) for term in range(2)])
-        self.weigh, self.sums = [ops.Mul() for _ in range(2)], [ops.ReduceSum() for _ in range(2)]
+    Args:
+        returns (str): "plain", the mean over all samples; "total", their sum; "none", each sample's. Over a mask's
+            samples: a "mean", a "sum", or a "ratio", which is a numerator and a denominator.
+        stages (int): Of a pipeline.
+        split (tuple): Lays the layers on (data, model) parallel devices.
+        losses (int): The second one is of the outputs alone.
+        further (int): How many outputs are beside the losses: the second loss's numerator, and each sample's output.
+        as_list (bool): Whether a list is returned.
+    """
+
+    def __init__(self, returns="plain", stages=1, split=None, losses=1, further=0, as_list=False):
+        super().__init__()
+        self.returns, self.losses, self.further, self.as_list = returns, losses, further, as_list
+        widths = (12, 8, 8, 8, 1) if stages > 1 else (12, 32, 1)
+        splits = [(split[0], 1, split[1]), (split[0], split[1], 1)] * 2 if split else [None] * 4
+        layers = [
+            Layer(number, *shape, split=splits[number], has_bias=stages > 1 or number == 0)
+            for number, shape in enumerate(itertools.pairwise(widths))
+        ]
+        self.layers = nn.CellList(layers)
+        if stages > 1:
+            for number, layer in enumerate(layers):
+                layer.pipeline_stage = number * stages // 4
+        self.masks = nn.CellList([Mask(term, split) for term in range(losses)])
+        self.sub, self.weigh, self.square = ops.Sub(), ops.Mul(), ops.Square()
+        self.mean, self.sum = ops.ReduceMean(), ops.ReduceSum()
         if split:
-            for weigh, one in zip(self.weigh, self.sums, strict=True):
-                weigh.shard(((split[0], 1),) * 2)
-                one.shard(((split[0], 1),))
+            for operator, inputs in (self.sub, 2), (self.weigh, 2), (self.square, 1), (self.mean, 1), (self.sum, 1):
+                operator.shard(((split[0], 1),) * inputs)
 
     def construct(self, x, y):
-        hidden = self.relu(self.add(self.matmul_1(x, self.first), self.bias))
-        out = self.matmul_2(hidden, self.second)
-        error = (self.sub(out, y), out)
+        out = x
+        for layer in self.layers:
+            out = layer(out)
+        errors = (self.sub(out, y), out)
+        squares = self.square(errors[0])
         outputs = ()
-        for term in range(self.losses):
-            mask = self.masks[term]
-            numerator = self.sums[term](self.weigh[term](self.square(error[term]), mask.of(y)))
-            if self.returns == "sum":
-                outputs = (*outputs, numerator)
-            elif self.returns == "mean":
-                outputs = (*outputs, numerator / mask(x, y))
-            else:
-                outputs = (*outputs, numerator, mask(x, y))
-        if self.aux:  # numerators of the second loss, and each sample's output
-            outputs = (*outputs, self.sums[1](self.square(out)), out)
+        if self.returns == "plain":
+            outputs = (self.mean(squares),)
+        elif self.returns == "total":
+            outputs = (ops.reduce_sum(squares),)
+        elif self.returns == "none":
+            outputs = (ops.reduce_sum(squares, 1),)
+        else:
+            for term in range(self.losses):
+                mask = self.masks[term]
+                numerator = self.sum(self.weigh(self.square(errors[term]), mask.of(y)))
+                if self.returns == "mean":
+                    numerator = numerator / mask(x, y)
+                outputs = (*outputs, numerator, mask(x, y)) if self.returns == "ratio" else (*outputs, numerator)
+        if self.further > 0:
+            outputs = (*outputs, self.sum(self.square(out)))
+        if self.further > 1:
+            outputs = (*outputs, out)
         if self.as_list:
             return [*outputs]
         return outputs[0] if len(outputs) == 1 else outputs
 
 
-class Scaled(Masked):
-    """`Masked` of labels that a third input scales, which all samples share."""
+class Scaled(Net):
+    """Of labels that a third input scales, which all samples share."""
 
     def construct(self, x, y, scale):
         return super().construct(x, y * scale)
 
 
-class OverLabels(Masked):
+class OverLabels(Net):
     """The first denominator is the labels' sum, which may be negative or infinite."""
 
     def construct(self, x, y):
@@ -130,19 +155,71 @@ class OverLabels(Masked):
         return (outputs[0], ops.reduce_sum(y), *outputs[2:])
 
 
-class LazyMasked(Masked):
+class LazyNet(Net):
     @ms.lazy_inline
-    def __init__(self, **options):
-        super().__init__(**options)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
 
 
-def laid(matmul_1, matmul_2, frozen=()):
+class Product(nn.Cell):
+    """With a table, which may be its own."""
+
+    def __init__(self, table=None, **options):
+        super().__init__()
+        if table is not None:
+            self.table = table
+        self.matmul = ops.MatMul(**options)
+
+    def construct(self, x, table):
+        return self.matmul(x, table)
+
+
+class Tied(nn.Cell):
+    """Layers between a table and the same table, on the first stage, which has it, and the last."""
+
+    def __init__(self, sharded=True):
+        super().__init__()
+        table = ms.Parameter(weight(20, 12, 8), "table", parallel_optimizer=sharded)
+        self.enter, self.leave = Product(table), Product(transpose_b=True)
+        self.layers = nn.CellList([Layer(seed, 8, 8) for seed in (1, 2)])
+        self.enter.pipeline_stage = self.layers[0].pipeline_stage = 0
+        self.leave.pipeline_stage = self.layers[1].pipeline_stage = 1
+        self.mean = ops.ReduceMean()
+
+    def construct(self, x, y):
+        out = self.enter(x, self.enter.table)
+        for layer in self.layers:
+            out = layer(out)
+        return self.mean(ops.square(self.leave(out, self.enter.table) - y))
+
+
+def laid(matmul_1, matmul_2):
     """A network with these shardings of its products, by numbers or by a Layout's names."""
     network = Net()
-    network.matmul_1.shard(matmul_1)
-    network.matmul_2.shard(matmul_2)
-    for name in frozen:
-        getattr(network, name).requires_grad = False
+    network.layers[0].matmul.shard(matmul_1)
+    network.layers[1].matmul.shard(matmul_2)
+    return network
+
+
+def frozen(network):
+    """Only the first half of the layers is trained."""
+    layers = list(network.layers)  # a CellList of some would name them anew
+    for parameter in (one for layer in layers[len(layers) // 2 :] for one in layer.get_parameters()):
+        parameter.requires_grad = False
+    return network
+
+
+def folded():
+    """Layers in the order of stages 0, 1, 0, 1."""
+    network = LazyNet(stages=2)
+    for number, layer in enumerate(network.layers):
+        layer.pipeline_stage, layer.pipeline_segment = number % 2, number // 2
+    return network
+
+
+def unstaged():
+    network = Net(stages=2)
+    del network.layers[1]._pipeline_stage
     return network
 
 
@@ -198,19 +275,13 @@ class Momentum(Transform):
     def prepare(self, network):
         moments = [self.state_like(f"moment.{weight.name}", weight, 0.5) for weight in self.weights]
         self.moments = ms.ParameterTuple(moments)
-        self.map = ops.HyperMap()
 
     def change(self, gradients):
-        return self.map(moved, self.moments, gradients)
-
-
-moved = ops.MultitypeFuncGraph("moved")
-
-
-@moved.register("Tensor", "Tensor")
-def moved_one(moment, gradient):
-    changed = 0.9 * moment + gradient
-    return ops.depend(changed, ops.assign(moment, changed))
+        changed = ()
+        for index in range(len(gradients)):
+            moved = 0.9 * self.moments[index] + gradients[index]
+            changed = (*changed, ops.depend(moved, ops.assign(self.moments[index], moved)))
+        return changed
 
 
 def positive(x, y):
@@ -257,32 +328,21 @@ def documented(network):
     return ms.Model(cell, optimizer=sgd(network)).train_network
 
 
-def predicting(network):
-    """The wrapped network, called by itself."""
-    return GradAccumulation(network, 2).set_train(False)
-
-
-def manager():
-    return nn.DynamicLossScaleUpdateCell(1024, 2, 10)
+def skips_and_clips():
+    return SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1)
 
 
 AUTO_PARALLEL = {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}
 SUM = {"gradients_mean": False}
-OPTIMIZER_PARALLEL = {
-    "enable_parallel_optimizer": True,
-    "parallel_optimizer_config": {"parallel_optimizer_threshold": 0},
-}
-SHARDED_GRADIENTS = {
-    "enable_parallel_optimizer": True,
-    "parallel_optimizer_config": {"parallel_optimizer_threshold": 0, "gradient_accumulation_shard": True},
-}
-SPLIT = (4, 2)
-SPLIT_DATA = {"dataset_strategy": ((4, 1), (4, 1)), **SUM}
 
-WEIGHT_SHARDS = {
-    "enable_parallel_optimizer": True,
-    "parallel_optimizer_config": {"parallel_optimizer_threshold": 0, "optimizer_weight_shard_size": 4},
-}
+
+def optimizer_parallel(**more):
+    config = {"parallel_optimizer_threshold": 0, **more}
+    return {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
+
+
+OPTIMIZER_PARALLEL = optimizer_parallel()
+SHARDED_GRADIENTS = optimizer_parallel(gradient_accumulation_shard=True)
 # Shardings by numbers: layers on different numbers of devices, and no data parallel. By names: on (4, 2) devices.
 UNEVEN = ((8, 1), (1, 1)), ((4, 1), (1, 1))
 NO_DATA_PARALLEL = ((1, 1), (1, 8)), ((1, 8), (8, 1))
@@ -291,47 +351,43 @@ NAMED = (
     (DEVICES("data", "None"), DEVICES("None", "model")),
     (DEVICES("data", "model"), DEVICES("model", "None")),
 )
-# Of MindSpore's own unit tests of its cell, on eight devices: (network, settings).
-MINDSPORES = {
-    "no data parallel": (lambda: laid(*NO_DATA_PARALLEL), {"full_batch": True, **SUM, **OPTIMIZER_PARALLEL}),
-    "frozen": (lambda: laid(*UNEVEN, frozen=["second"]), SUM | OPTIMIZER_PARALLEL),
-    "interleaved": (lambda: MicroBatchInterleaved(Net(), 2), SUM),
-    "named axes": (lambda: laid(*NAMED), {"dataset_strategy": (DEVICES("data", "None"),) * 2, **SUM}),
-}
 
-# The layouts that every option is compiled for: (lazy_inline, how layers lie on devices, settings).
+# The layouts of every option: (lazy_inline, whether layers are split over devices, settings).
 LAYOUTS = {
-    "dp": (False, None, SUM),
-    "split": (False, SPLIT, SPLIT_DATA),
-    "op": (False, None, SUM | OPTIMIZER_PARALLEL),
-    "ws": (False, None, SUM | WEIGHT_SHARDS),
-    "sg": (True, None, SUM | SHARDED_GRADIENTS),
-    "unlazy sg": (False, None, SUM | SHARDED_GRADIENTS),  # we make it compiled once
-    "lazy dp": (True, None, SUM),
-    "lazy split": (True, SPLIT, SPLIT_DATA),
-    "auto": (False, None, SUM | AUTO_PARALLEL),
+    "dp": (False, False, SUM),
+    "split": (False, True, SUM),
+    "op": (False, False, SUM | OPTIMIZER_PARALLEL),
+    "ws": (False, False, SUM | optimizer_parallel(optimizer_weight_shard_size=4)),
+    "sg": (True, False, SUM | SHARDED_GRADIENTS),
+    "unlazy sg": (False, False, SUM | SHARDED_GRADIENTS),  # we make it compiled once
+    "lazy dp": (True, False, SUM),
+    "auto": (False, False, SUM | AUTO_PARALLEL),
 }
 
 
-def masked(
-    layout,
-    losses=1,
-    returns="ratio",
-    counted=False,
-    scale=None,
-    aux=False,
-    transforms=tuple,
-    micro_size=4,
-    as_list=False,
-    **options,
+def layout_of(layout, stages):
+    """lazy_inline, the devices of a stage as (data, model) parallel ones, settings."""
+    lazy, is_split, settings = LAYOUTS[layout]
+    if is_split:
+        settings = settings | {"dataset_strategy": ((4 // stages, 1),) * 2}
+    if stages > 1:
+        settings = settings | {"pipeline_stages": stages, "shapes": (X, Y)}
+    return lazy, (4 // stages, 2) if is_split else None, settings
+
+
+def step_of(
+    layout, stages, returns="ratio", losses=1, aux=False, as_list=False, counted=False, scale=None, chain=tuple, **more
 ):
-    """Our step of `Masked` in one of the layouts."""
-    lazy, split, _ = LAYOUTS[layout]
-    network = (LazyMasked if lazy else Masked)(losses=losses, returns=returns, aux=aux, split=split, as_list=as_list)
+    """Our step of `Net` in one of the layouts. `scale` and `chain` make a loss scale and transforms."""
+    lazy, split, _ = layout_of(layout, stages)
+    further = 0 if not aux else 1 if stages > 1 else 2
+    network = (LazyNet if lazy else Net)(returns, stages, split, losses, further, as_list)
     if counted:
         counts = tuple(Mask(term, split) for term in range(losses))
-        options["count"] = counts if losses > 1 else counts[0]
-    return ours(network, micro_size, scale and scale(), reduction=returns, aux=aux, transforms=transforms(), **options)
+        more["count"] = counts if losses > 1 else counts[0]
+    reduction = returns if returns in ("sum", "ratio") else "mean"
+    network = PerSampleLoss(network) if returns == "none" else network
+    return ours(network, 4, scale and scale(), reduction=reduction, aux=aux, transforms=chain(), **more)
 
 
 # The options, in each layout. TWO: two losses with these weights.
@@ -343,38 +399,22 @@ OPTIONS = {
     "ratio": {},
     "ratio, clip": {"max_grad_norm": 0.1},
     "ratio, scale": SCALE_AND_CLIP,
-    "ratio, scale alone": {"scale": manager},
     "ratio, clamped": {"min_count": 1000.0},
     "ratio, aux": {"aux": True},
     "sum, count": SUMS,
     "mean, count, aux": MEANS | {"aux": True},
-    "two sums, list": SUMS | TWO | {"as_list": True},
-    "two sums, scale, clamped": SUMS | TWO | SCALE_AND_CLIP | {"min_count": 60.0},
-    "two means": MEANS | TWO,
+    "plain, clip": {"returns": "plain", "max_grad_norm": 0.1},
+    "per sample": {"returns": "none"},
+    "two sums, list, clamped": SUMS | TWO | {"as_list": True, "min_count": 60.0},
+    "two means, scale": MEANS | TWO | {"scale": manager},
     "two ratios": TWO,
     "two ratios, clip": {"max_grad_norm": 0.1} | TWO,
-    "windows, clip": {"accumulation_steps": 2, "max_grad_norm": 0.1},
+    "windows, clip, aux": {"accumulation_steps": 2, "max_grad_norm": 0.1, "aux": True},
     "windows, scale": {"accumulation_steps": 2} | SCALE_AND_CLIP,
-    "windows, aux": {"accumulation_steps": 2, "aux": True},
     "windows, sum, count, clamped": {"accumulation_steps": 2, "min_count": 1000.0} | SUMS,
-    "spikes": {"transforms": lambda: (SkipSpikes(norm=100.0, history=8), ClipByGlobalNorm(0.1))},
-    "spikes, average": {
-        "transforms": lambda: (
-            SkipSpikes(norm=100.0, history=8),
-            ClipByGlobalNorm(0.1),
-            ClipByValue(0.01),
-            WeightAverage(0.75),
-        )
-    },
-    "transforms": {
-        "transforms": lambda: (
-            SkipSpikes(norm=100.0, history=8),
-            ClipByGlobalNorm(0.1),
-            Momentum(),
-            ClipByValue(0.46),
-            WeightAverage(0.75),
-        )
-    },
+    "spikes": {"chain": skips_and_clips},
+    "spikes, average": {"chain": lambda: (*skips_and_clips(), ClipByValue(0.01), WeightAverage(0.75))},
+    "transforms": {"chain": lambda: (*skips_and_clips(), Momentum(), ClipByValue(0.46), WeightAverage(0.75))},
 }
 
 # Of seven layers: what the network returns, and the options of our step; None for MindSpore's.
@@ -394,15 +434,38 @@ def deep(net, kind, micro_size):
     return frameworks(network, micro_size) if options is None else ours(network, micro_size, **options)
 
 
+def scheduled(scheduler):
+    return {"pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": scheduler}}
+
+
+# On two stages: (how the step is made, further settings).
+TWO_STAGES = {"pipeline_stages": 2, "shapes": (X, Y), **SUM}
+WIDE = {"shapes": (X, X), **OPTIMIZER_PARALLEL}
+PIPELINES = {
+    "framework": (lambda: frameworks(Net(stages=2), 4, nn.PipelineCell), {}),
+    "AutoParallel": (lambda: ours(Net(stages=2), 4, stages=2, model=True), {"AutoParallel": True}),
+    "full batch": (lambda: ours(Net(stages=2), 4), {"full_batch": True, "shapes": ((64, 12), (64, 1))}),
+    "half": (lambda: ours(Net(stages=2).to_float(ms.float16), 4), {}),
+    "gpipe": (lambda: ours(LazyNet(stages=2), 4), scheduled("gpipe")),
+    "folded": (lambda: ours(folded(), 4), scheduled("1f1b")),
+    "tied, whole": (lambda: ours(Tied(False), 4, max_grad_norm=1.0), WIDE),
+    "tied, op": (lambda: ours(Tied(), 4, max_grad_norm=1.0), WIDE),
+    "too few": (lambda: ours(Net(stages=4), 2), {"pipeline_stages": 4}),
+    "one without a stage": (lambda: ours(unstaged(), 4), {}),
+    "frozen": (lambda: ours(frozen(Net(stages=2)), 4), {}),
+    "outputs of samples": (lambda: ours(Net(stages=2, further=2), 4, aux=True), {}),
+    "state of all weights": (lambda: ours(Net(stages=2), 4, transforms=(Momentum(),)), {}),
+    "several losses": (lambda: ours(Net(stages=2), 4, loss_weights=(1.0, 0.3)), {}),
+}
 # name: (how the step is made, MindSpore's parallel settings)
 CASES = {
     "plain": (lambda: plain(Net()), {}),
     "framework, 4": (lambda: frameworks(Net(), 4), {}),
     **{f"ours, {k}": (lambda k=k: ours(Net(), k), {}) for k in (1, 4)},
     "per sample, 4": (lambda: ours(PerSampleLoss(Net("none")), 4), {}),
-    "sum": (lambda: ours(Net("sum"), 4, reduction="sum"), SUM),
+    "sum": (lambda: ours(Net("total"), 4, reduction="sum"), SUM),
     "full batch": (lambda: ours(Net(), 4), {"full_batch": True, **SUM}),
-    "context by init": (lambda: ours(Net(), 4), {"device_num": None}),
+    "context by init": (lambda: ours(Net(), 4), {"context by init": True}),
     "sharded gradients, mean": (lambda: ours(LazyDense(), 4), SHARDED_GRADIENTS),
     "half": (lambda: half(4), SUM),
     "half, whole": (lambda: half(1), SUM),
@@ -419,22 +482,34 @@ CASES = {
     "documented": (lambda: documented(Net()), {"AutoParallel": True}),
     "AutoParallel, pipeline": (lambda: ours(Net(), 4, stages=2), {"AutoParallel": True}),
     "AutoParallel around the step": (lambda: AutoParallel(ours(Net(), 4)), {"AutoParallel": True}),
-    **{name: (lambda make=make: ours(make(), 4), settings) for name, (make, settings) in MINDSPORES.items()},
+    # Of MindSpore's own unit tests of its cell.
+    "no data parallel": (
+        lambda: ours(laid(*NO_DATA_PARALLEL), 4),
+        {"full_batch": True, **SUM, **OPTIMIZER_PARALLEL},
+    ),
+    "frozen": (lambda: ours(frozen(laid(*UNEVEN)), 4), SUM | OPTIMIZER_PARALLEL),
+    "interleaved": (lambda: ours(MicroBatchInterleaved(Net(), 2), 4), SUM),
+    "named axes": (lambda: ours(laid(*NAMED), 4), {"dataset_strategy": (DEVICES("data", "None"),) * 2, **SUM}),
     **{
-        f"{name}, {layout}": (lambda layout=layout, options=options: masked(layout, **options), LAYOUTS[layout][2])
-        for layout in LAYOUTS
+        f"{name}, {layout}{f', {stages} stages' if stages > 1 else ''}": (
+            lambda layout=layout, stages=stages, options=options: step_of(layout, stages, **options),
+            layout_of(layout, stages)[2],
+        )
         for name, options in OPTIONS.items()
+        for layout in LAYOUTS
+        for stages in (1, 2, 4)
     },
+    **{f"pipeline, {name}": (make, TWO_STAGES | settings) for name, (make, settings) in PIPELINES.items()},
     # By the mean over samples, or the sum, with nothing to count.
     "windows, mean, dp": (lambda: ours(Net(), 4, accumulation_steps=2), SUM),
     "windows, sum, op": (
-        lambda: ours(Net("sum"), 4, reduction="sum", accumulation_steps=2),
+        lambda: ours(Net("total"), 4, reduction="sum", accumulation_steps=2),
         SUM | OPTIMIZER_PARALLEL,
     ),
     "shared": (
-        lambda: ours(Scaled(), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
+        lambda: ours(Scaled("ratio"), 4, reduction="ratio", split=EvenSplit(shared=(2,))),
         {"dataset_strategy": ((8, 1), (8, 1), (1, 1)), "shapes": (X, Y, (1, 1)), **SUM},
     ),
-    "over labels": (lambda: ours(OverLabels(), 4, reduction="ratio"), SUM),
-    "predict": (lambda: predicting(Net()), {"full_batch": True}),
+    "over labels": (lambda: ours(OverLabels("ratio"), 4, reduction="ratio"), SUM),
+    "predict": (lambda: GradAccumulation(Net(), 2).set_train(False), {"full_batch": True}),
 }

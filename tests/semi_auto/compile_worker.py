@@ -26,12 +26,12 @@ from gaccum_ms.backend.micro_mirrors import unreduced
 from gaccum_ms.launch.cluster import reserved_port
 from gaccum_ms.semi_auto import compiled_once
 from gaccum_ms.semi_auto.modes import settings_of
-from tests.semi_auto.cases import SAMPLES, X, Y
-from tests.semi_auto.compiled import AGAIN, RANKS, TIME_LIMIT, flag_of, folder_of, stages_of
+from tests.semi_auto.cases import SAMPLES
+from tests.semi_auto.compiled import AGAIN, RANKS, TIME_LIMIT, folder_of, stages_of
 
 # Parts of MindSpore's errors when the graph is finished and there is no device.
 NO_DEVICE = ("cudaGetLastError", "CUDA driver", "no CUDA-capable device")
-OF_CASES = ("shapes", "stages", "dtype", "gpu")  # settings of a case that are not MindSpore's
+OF_CASES = ("shapes", "dtype", "gpu", "context by init")  # settings of a case that are not MindSpore's
 
 
 def compile_case(name, make, settings, graphs, folder):
@@ -39,12 +39,11 @@ def compile_case(name, make, settings, graphs, folder):
     ms.reset_auto_parallel_context()
     ms.set_seed(1)  # else the layers' weights, and what float16 rounds, would be others in each run
     if "AutoParallel" not in settings:
-        mode = {"parallel_mode": "semi_auto_parallel", "gradients_mean": True, **settings}
-        if settings.get("device_num", True):
+        mode = {"parallel_mode": "semi_auto_parallel", "gradients_mean": True}
+        if "context by init" not in settings:
             mode |= {"device_num": RANKS, "global_rank": get_rank()}
-        ms.set_auto_parallel_context(
-            **{key: value for key, value in mode.items() if value is not None and key not in OF_CASES}
-        )
+        mode |= {key: value for key, value in settings.items() if key not in OF_CASES}
+        ms.set_auto_parallel_context(**mode)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         step = make()
@@ -88,13 +87,8 @@ def compile_graph(step, inputs, graphs, folder):
 
 def local_shapes(settings):
     """The shapes of one device's parts of the inputs."""
-    if "shapes" in settings:
-        return settings["shapes"]
-    if settings.get("full_batch"):
-        return (8 * SAMPLES, 12), (8 * SAMPLES, 1)
-    if "dataset_strategy" in settings:
-        return (2 * SAMPLES, 12), (2 * SAMPLES, 1)
-    return X, Y
+    samples = SAMPLES * (RANKS if settings.get("full_batch") else 2 if "dataset_strategy" in settings else 1)
+    return settings.get("shapes", ((samples, 12), (samples, 1)))
 
 
 def wanted(out):
@@ -105,7 +99,7 @@ def wanted(out):
             if file.name not in seen:
                 seen.add(file.name)
                 yield file.name
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 def compile_wanted(out, cases):
@@ -122,9 +116,10 @@ def compile_wanted(out, cases):
         make, settings = cases[name.partition(AGAIN)[0]]
         stage, place = divmod(rank, RANKS // stages_of(settings))
         if place == 0:
+            folder = folder_of(out, name, stage)
             with mock.patch.object(compiled_once, "runs_on_device", return_value="gpu" not in settings):
-                compile_case(name, make, settings, graphs / f"rank_{rank}", folder_of(out, name, stage))
-            flag_of(out, name, stage).touch()
+                compile_case(name, make, settings, graphs / f"rank_{rank}", folder)
+            (folder / "compiled").touch()
             print(name, flush=True)
 
 

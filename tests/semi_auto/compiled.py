@@ -22,17 +22,12 @@ TIME_LIMIT = 3 * 3600  # seconds
 
 def stages_of(settings: dict) -> int:
     """The number of a case's pipeline stages, by its settings."""
-    return settings.get("pipeline_stages", settings.get("stages", 1))
+    return settings.get("pipeline_stages", 1)
 
 
 def folder_of(out: Path, name: str, stage: int) -> Path:
-    """Where a case's graph of this stage is."""
-    return out / name / f"stage_{stage}" if stage else out / name
-
-
-def flag_of(out: Path, name: str, stage: int) -> Path:
-    """Exists once that graph is there."""
-    return out / f"{name}.compiled.{stage}"
+    """Where a case's graph of this stage is. It is complete once there is a file "compiled"."""
+    return out / name / f"stage_{stage}"
 
 
 class Case(NamedTuple):
@@ -58,7 +53,7 @@ class Case(NamedTuple):
     @property
     def program(self) -> finished_graph.Program:
         finished = self.folder / "finished.ir"
-        assert finished.exists(), f"'{self.folder.name}' was not finished: {self.message}"
+        assert finished.exists(), f"'{self.folder.parent.name}' was not finished: {self.message}"
         return _read(finished)
 
     @property
@@ -68,7 +63,7 @@ class Case(NamedTuple):
 
     def stage(self, number: int) -> Case:
         """With a pipeline: the results for this stage."""
-        return Case(folder_of(self.folder.parent, self.folder.name, number))
+        return Case(self.folder.with_name(f"stage_{number}")) if number else self
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
@@ -80,15 +75,10 @@ _read = functools.cache(finished_graph.read)  # tests share graphs, and none cha
 
 class Compiler:
     """Eight ranks, of which the first, or the first of each stage, compiles cases by their names, each when it is first
-    requested. As a context manager, it ends the ranks.
+    requested. As a context manager, it ends the ranks. `folder` is empty. To save graphs takes longer than to compile
+    them. `cases` : the file of this folder that has the steps."""
 
-    Args:
-        folder (Path): An empty folder.
-        saves_graphs (bool): Whether graphs are written down. That takes longer than to compile them.
-        cases (str): The file of this folder that has the steps.
-    """
-
-    def __init__(self, folder: Path, saves_graphs: bool = True, cases: str = "pipeline_cases") -> None:
+    def __init__(self, folder: Path, saves_graphs: bool = True, cases: str = "cases") -> None:
         environment = {
             **no_device.environment(folder),
             "PYTHONPATH": str(Path(gaccum_ms.__file__).parents[1]),
@@ -107,12 +97,11 @@ class Compiler:
     def __call__(self, name: str, stages: int = 1) -> Case:
         (self.out / "wanted" / name).touch()
         for stage in range(stages):
-            compiled = flag_of(self.out, name, stage)
-            while not compiled.exists():
+            while not (folder_of(self.out, name, stage) / "compiled").exists():
                 if self.ranks.poll() is not None:
                     raise RuntimeError(f"{self.ranks.args[1]} failed:\n{self.said.read_text()[-6000:]}")
                 time.sleep(0.05)
-        return Case(self.out / name)
+        return Case(folder_of(self.out, name, 0))
 
     def __enter__(self) -> Compiler:
         return self

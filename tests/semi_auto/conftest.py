@@ -8,10 +8,17 @@ from tests.semi_auto.compiled import Compiler
 from tests.support import no_device
 
 
-@pytest.fixture(scope="session")
-def cases(tmp_path_factory):
-    """A function that compiles a case, by its name, for eight ranks."""
-    if reason := no_device.why_not():
-        pytest.skip(reason)
-    with Compiler(tmp_path_factory.mktemp("parallel")) as compiler:
-        yield compiler
+def compiler_of(module):
+    """A fixture: a function that compiles a case of this module, by its name, for eight ranks."""
+
+    @pytest.fixture(scope="session")
+    def compiler(tmp_path_factory):
+        if reason := no_device.why_not():
+            pytest.skip(reason)
+        with Compiler(tmp_path_factory.mktemp(module), cases=module) as compiler:
+            yield compiler
+
+    return compiler
+
+
+cases = compiler_of("cases")

@@ -26,7 +26,6 @@ class Node(NamedTuple):
     callee: str | None  # the called graph's name, or the node that holds the graph
     arguments: tuple[str, ...]
     attributes: str
-    shape: tuple[int, ...]  # of the result, on rank 0; () if it is no Tensor
     scope: str  # its place in the network
 
     @property
@@ -45,7 +44,6 @@ class Node(NamedTuple):
 class Graph(NamedTuple):
     """Nodes, each after the nodes that it needs."""
 
-    name: str
     parameters: tuple[str, ...]
     nodes: tuple[Node, ...]
     result: str
@@ -82,14 +80,13 @@ def _balanced(text: str) -> int:
 
 def _node(name: str, body: str) -> Node:
     begin = body.index("](") + 1 if body.startswith("%") else body.index("(")
-    head, rest = body[:begin], body[begin:]
+    op, callee, rest = body[:begin].removeprefix("PrimFunc_"), None, body[begin:]
+    if op.startswith("call @"):
+        op, callee = "call", op.removeprefix("call @")
+    elif op.startswith("%"):
+        op, callee = "call value", op.split("[")[0]
     end = _balanced(rest)
-    arguments, attributes = tuple(split_top(rest[1:end])), rest[end + 1 :]
-    if head.startswith("call @"):
-        return Node(name, "call", head.removeprefix("call @"), arguments, attributes, (), "")
-    if head.startswith("%"):
-        return Node(name, "call value", head.split("[")[0], arguments, attributes, (), "")
-    return Node(name, head.removeprefix("PrimFunc_"), None, arguments, attributes, (), "")
+    return Node(name, op, callee, tuple(split_top(rest[1:end])), rest[end + 1 :], "")
 
 
 def _joined(text: str) -> Iterator[str]:
@@ -118,11 +115,9 @@ def read(path: Path) -> Program:
             parameters = tuple(split_top(found.group(2)))
         elif found := _NODE.match(line):
             nodes.append(_node(*found.groups()))
-        elif (found := re.match(r"^\s+: \(.*\) -> \(<[^<>]*(?:\[[^<>]*\])?, \(([\d, ]*)\)", line)) and nodes:
-            nodes[-1] = nodes[-1]._replace(shape=tuple(int(axis) for axis in found.group(1).split(",") if axis.strip()))
         elif (found := re.match(r"^\s+# Fullname with scope: \((.*)\)", line)) and nodes:
             nodes[-1] = nodes[-1]._replace(scope=found.group(1))
         elif found := re.match(r"^\s+Return\((.*)\)", line):
-            result = split_top(line.strip()[len("Return(") : _balanced(line.strip()[len("Return") :]) + len("Return")])
-            graphs[name] = Graph(name, parameters, tuple(nodes), result[0])
+            result = line.strip().removeprefix("Return")
+            graphs[name] = Graph(parameters, tuple(nodes), split_top(result[1 : _balanced(result)])[0])
     return Program(graphs[entry], graphs, shapes)

@@ -2,15 +2,18 @@
 
 All ranks of a stage run the graph of its first rank in lockstep, each with its own inputs and its own part of each
 Parameter, and meet at collectives. The groups of the other ranks are the first one's, shifted by the device matrix.
-Stages meet in pipeline_machine.py.
+The stages of a pipeline are machines in threads: Send and Receive are queues between two ranks, and collectives over
+stages are meetings. A Send waits for its Receive. A stage that waits for ever is an error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections import defaultdict
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,19 +76,13 @@ def constant(text: str) -> Any:
 
 
 class Machine:
-    """The devices of a stage with their parts of the Parameters. In `meeting` it meets the other stages.
+    """So many devices (`ranks` ) of a stage, which run its graph, with their parts of the Parameters' whole values.
 
-    Args:
-        number (int): The stage.
-        program (Program): The graph.
-        ranks (int): The number of devices.
-        parameters (Mapping): The whole value of each Parameter.
-        parts (Mapping): For a Parameter that is split over the devices, the part of rank `r`: `parts[name](whole, r)`.
-            By default, if the graph's own shape is smaller, equal parts along axis 0.
-        samples_in (int): The number of parts of the samples on the devices; neighbours have the same part.
+    `parts[name](whole, rank)` : the part of a weight that is split; by default, if the graph's own shape is smaller,
+    equal parts along axis 0. `samples_in` : in how many parts the samples lie; neighbours have the same part.
     """
 
-    meeting: Any
+    meeting: Meeting  # with the other stages
 
     def __init__(
         self,
@@ -93,12 +90,10 @@ class Machine:
         program: Program,
         ranks: int,
         parameters: Mapping[str, np.ndarray],
-        parts: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] | None = None,
-        samples_in: int = 1,
+        parts: Mapping[str, Callable[[np.ndarray, int], np.ndarray]],
+        samples_in: int,
     ) -> None:
-        self.program = program
-        self.ranks = ranks
-        self.number, self.first_rank = number, number * ranks
+        self.program, self.ranks, self.first_rank = program, ranks, number * ranks
         self.sums: defaultdict[tuple, int] = defaultdict(int)  # over each group of several stages, in this step
         self.state: dict[str, list[np.ndarray]] = {}
         self.places: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {}
@@ -112,8 +107,9 @@ class Machine:
             if re.fullmatch(r"inputs\d+", name):
                 self.inputs.append(token)
                 continue
-            place = (parts or {}).get(re.sub(r"^(accu_grads|gaccum_ms\.(average|moment))\.", "", name)) or rows(shape)
-            self.places[name] = place if parameters[name].shape != shape else rows(shape)
+            weight = re.sub(r"^(accum|stat|accu_grads|gaccum_ms\.(average|moment))\.", "", name)
+            is_whole = parameters[name].shape == shape
+            self.places[name] = rows(shape) if is_whole else parts.get(weight, rows(shape))
             self.state[name] = [np.array(self.places[name](parameters[name], rank)) for rank in range(ranks)]
             assert self.state[name][0].shape == shape, f"{name}: {self.state[name][0].shape}, not {shape}"
 
@@ -127,8 +123,6 @@ class Machine:
         environment |= {token: list(value) for token, value in zip(self.inputs, batch, strict=True)}
         self._outer = environment
         return [self._value(one, rank) for rank, one in enumerate(self._run(self.program.entry, environment))]
-
-    # -- graphs ----------------------------------------------------------------------------------------------------
 
     def _run(self, graph: Graph, environment: dict[str, list[Any]]) -> list[Any]:
         for node in graph.nodes:
@@ -153,21 +147,18 @@ class Machine:
             return self._call([Closure(str(node.callee), ())] * self.ranks, arguments)
         if node.op == "call value":
             return self._call(self._resolve(str(node.callee), environment), arguments)
-        if node.op in ("UpdateState", "Partial", "Depend", "MakeTuple", "TupleGetItem", "Switch", "Load"):
-            return [
-                _PLUMBING[node.op](*one) if node.op != "Load" else self._value(one[0], rank)
-                for rank, one in enumerate(zip(*arguments, strict=True))
-            ]
+        if node.op == "Load":
+            return [self._value(one, rank) for rank, one in enumerate(arguments[0])]
+        if node.op in _PLUMBING:
+            return [_PLUMBING[node.op](*one) for one in zip(*arguments, strict=True)]
+        self.executed.append(node)
         if node.op in ("Assign", "AssignAdd", "SGD", "Momentum"):
-            self.executed.append(node)
             with np.errstate(all="ignore"):  # devices do not warn
                 return [self._write(node, one, rank) for rank, one in enumerate(zip(*arguments, strict=True))]
         values = [[self._value(one, rank) for rank, one in enumerate(argument)] for argument in arguments]
-        first = values[0][0]
-        self.executed.append(node)
         if node.op == "StridedSlice" and _takes_own_part(node.attributes):
             of_samples = values[0][:: self.ranks // self.samples_in]  # of ranks with different samples
-            has_all = all(np.array_equal(value, first) for value in of_samples)
+            has_all = all(np.array_equal(value, of_samples[0]) for value in of_samples)
             self._own_parts |= dict.fromkeys(_UNIQUE.findall(node.attributes), has_all)  # none if without backward
             return [self._own_part(*one[:3], rank, has_all) for rank, one in enumerate(zip(*values, strict=True))]
         forward = self._own_parts.keys() & _FORWARD.findall(node.attributes)
@@ -195,8 +186,6 @@ class Machine:
         self._own_part(whole, begin, *own)[...] = gradient
         return whole
 
-    # -- values ----------------------------------------------------------------------------------------------------
-
     def _value(self, one: Any, rank: int) -> Any:
         if isinstance(one, Ref):
             return self.state[one.name][rank].copy()
@@ -214,18 +203,14 @@ class Machine:
             assert "accu_grads." in ref.name, f"{node} writes what the file does not hold"
             value = np.zeros(value.shape, value.dtype)  # with which a step clears
         assert np.shape(value) == old.shape, f"{node.op} of {np.shape(value)} to {ref.name} of {old.shape}"
-        if node.op == "Assign":
-            new = value
-        elif node.op == "AssignAdd":
-            new = old + value
+        if node.op in ("Assign", "AssignAdd"):
+            new = value if node.op == "Assign" else old + value
         else:  # SGD(weight, gradient, rate, accumulation, momentum, stat), without momentum
             rate, momentum = (float(self._value(values[index], rank)) for index in (1, 3))
             assert node.op == "SGD" and momentum == 0.0, "only SGD without momentum is known here"
             new = old - np.float32(rate) * value
         self.state[ref.name][rank] = np.asarray(new, old.dtype)
         return ref
-
-    # -- collectives -----------------------------------------------------------------------------------------------
 
     def _collective(self, node: Node, values: list[np.ndarray]) -> list[np.ndarray]:
         own = range(self.first_rank, self.first_rank + self.ranks)
@@ -234,23 +219,22 @@ class Machine:
             pairs = [(rank, peer + index) for index, rank in enumerate(own)]
             label = f"tag {node.attribute('sr_tag')}"
             if node.op == "Receive":
-                return self.meeting.receive(self.number, [pair[::-1] for pair in pairs], label)
-            self.meeting.send(self.number, dict(zip(pairs, values, strict=True)), label)
+                return self.meeting.receive([pair[::-1] for pair in pairs], label)
+            self.meeting.send(dict(zip(pairs, values, strict=True)), label)
             return values
         ranks = _named(node) or node.group
         assert node.op == "AllGather" or 'op: "sum"' in node.attributes, node
         if set(ranks) <= set(own):
             groups = groups_like([rank - self.first_rank for rank in ranks], self.ranks)
-            return [
-                _joined(node.op, [values[one] for one in group], group.index(rank)) for rank, group in enumerate(groups)
-            ]
+            members = [[values[one] for one in group] for group in groups]
+            return [_joined(node.op, members[rank], group.index(rank)) for rank, group in enumerate(groups)]
         assert node.op == "AllReduce", node
         # Of the first rank's group; with one rank of each stage, that of the others lies beside it.
         shifts = range(self.ranks) if len(set(ranks) & set(own)) == 1 else [0] * self.ranks
         over_stages = [tuple(rank + shift for rank in ranks) for shift in shifts]
         self.sums[over_stages[0]] += 1
         named = [((group, self.sums[over_stages[0]]), group) for group in over_stages]
-        return self.meeting.sum(self.number, named, dict(zip(own, values, strict=True)))
+        return self.meeting.sum(named, dict(zip(own, values, strict=True)))
 
     def _peer(self, node: Node) -> int:
         """The other end of the first rank's Send or Receive."""
@@ -301,15 +285,77 @@ def rows(shape: tuple[int, ...]) -> Callable[[np.ndarray, int], np.ndarray]:
     return part
 
 
-def _partial(closure: Closure, *arguments: Any) -> Closure:
-    return Closure(closure.graph, (*closure.arguments, *arguments))
-
-
 _PLUMBING: dict[str, Callable] = {
     "UpdateState": lambda *_: None,
     "Depend": lambda value, *_: value,
     "MakeTuple": lambda *values: values,
     "TupleGetItem": lambda values, index: values[index],
     "Switch": lambda condition, yes, no: yes if condition else no,
-    "Partial": _partial,
+    "Partial": lambda closure, *arguments: Closure(closure.graph, (*closure.arguments, *arguments)),
 }
+
+
+FOR_EVER = 120  # seconds; a run takes less than ten
+
+
+class Meeting:
+    """What stages send one another."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.failed: BaseException | None = None
+        self.queues: defaultdict[tuple[int, int], deque] = defaultdict(deque)
+        self.sums: defaultdict[Any, dict[int, np.ndarray]] = defaultdict(dict)
+
+    def wait(self, what_for: str, is_ready: Callable[[], bool]) -> None:
+        """Tell the other stages what this one has done, and wait. The condition is held."""
+        self.changed.notify_all()
+        assert self.changed.wait_for(lambda: is_ready() or self.failed is not None, FOR_EVER), f"waits {what_for}"
+        if self.failed is not None:
+            raise self.failed
+
+    def send(self, values: dict[tuple[int, int], np.ndarray], label: str) -> None:
+        """`values` : by sender and receiver."""
+        with self.changed:
+            for ends, value in values.items():
+                self.queues[ends].append((label, value))
+            self.wait(f"until '{label}' is received", lambda: not any(self.queues[ends] for ends in values))
+
+    def receive(self, ends: Sequence[tuple[int, int]], label: str) -> list[np.ndarray]:
+        with self.changed:
+            self.wait(f"for '{label}' by {ends}", lambda: all(self.queues[pair] for pair in ends))
+            received = [self.queues[pair].popleft() for pair in ends]
+            self.changed.notify_all()
+        assert {sent for sent, _ in received} == {label}, f"'{label}' is received, but '{received[0][0]}' was sent"
+        return [value for _, value in received]
+
+    def sum(self, groups: Sequence[tuple], values: dict[int, np.ndarray]) -> list[np.ndarray]:
+        """`groups` : the name and the ranks of each rank's group."""
+        with self.changed:
+            for (name, _), (rank, value) in zip(groups, values.items(), strict=True):
+                self.sums[name][rank] = value
+            what_for = f"in an AllReduce over ranks {groups[0][1]}"
+            self.wait(what_for, lambda: all(len(self.sums[name]) == len(ranks) for name, ranks in groups))
+        members = ([self.sums[name][rank] for rank in ranks] for name, ranks in groups)
+        return [np.sum(each, axis=0, dtype=each[0].dtype) for each in members]
+
+
+def step_together(stages: Sequence[Machine], batch: Sequence[Sequence[np.ndarray]]) -> list[list[Any]]:
+    """Run all graphs once. `batch` has each device's part of each input, which all stages have. Returns each stage's
+    results."""
+    meeting = Meeting()
+
+    def run(stage: Machine) -> list[Any]:
+        stage.meeting = meeting
+        try:
+            return stage.step(*(batch[int(token.rsplit("inputs", 1)[1])] for token in stage.inputs))
+        except BaseException as error:
+            with meeting.changed:
+                meeting.failed = meeting.failed or error
+                meeting.changed.notify_all()
+            raise
+
+    with ThreadPoolExecutor(len(stages)) as pool:
+        results = list(pool.map(run, stages))
+    assert not any(meeting.queues.values()), "something was sent and not received"
+    return results

@@ -58,39 +58,23 @@ def configuration(layout, per_token, wrapper, parallel, broadcasts, columns, **m
 
     data, stages = LAYOUTS[layout]
     given = {
-        "run_mode": "train",
-        "output_dir": "output",
-        "use_parallel": False,
-        "use_legacy": True,
-        "use_legacy_format": True,
-        "do_eval": False,
-        "profile": False,
-        "resume_training": False,
-        "load_checkpoint": "",
-        "micro_batch_interleave_num": 1,
-        "calculate_per_token_loss": per_token,
+        "run_mode": "train", "output_dir": "output", "use_parallel": False, "use_legacy": True,
+        "use_legacy_format": True, "do_eval": False, "profile": False, "resume_training": False, "load_checkpoint": "",
+        "micro_batch_interleave_num": 1, "calculate_per_token_loss": per_token, "optimizer": {"type": "AdamW"},
         "trainer": {"type": "CausalLanguageModelingTrainer", "model_name": "llama"},
         "runner_config": {
-            "epochs": 1,
-            "batch_size": 1,
-            "gradient_accumulation_steps": MICRO if stages == 1 else 1,
-            "sink_mode": bool(broadcasts),
-            "sink_size": 1,
+            "epochs": 1, "batch_size": 1, "gradient_accumulation_steps": MICRO if stages == 1 else 1,
+            "sink_mode": bool(broadcasts), "sink_size": 1,
         },
         "runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": False} | dict(wrapper),
         "parallel": {"parallel_mode": 1, "dataset_strategy": [[data, 1]] * len(columns)},
         "context": {"mode": 0, "device_target": "CPU"},
-        "optimizer": {"type": "AdamW"},
         "model": {"model_config": {"type": "LlamaConfig"}, "arch": {"type": "LlamaForCausalLM"}},
         "train_dataset": {"input_columns": columns, "construct_args_key": columns, "batch_size": 1},
-        "train_dataset_task": {"type": "CausalLanguageModelDataset"},
-        "callbacks": [{"type": "MFLossMonitor"}],
-        "parallel_config": parallel_of(layout) | dict(parallel),
-        "checkpoint": {"load_path": "", "no_load_optim": False},
-        "recompute_config": {"recompute": False},
-        "monitor_config": {},
-        "moe_config": {"expert_num": 1},
-    }
+        "train_dataset_task": {"type": "CausalLanguageModelDataset"}, "callbacks": [{"type": "MFLossMonitor"}],
+        "parallel_config": parallel_of(layout) | dict(parallel), "recompute_config": {"recompute": False},
+        "checkpoint": {"load_path": "", "no_load_optim": False}, "monitor_config": {}, "moe_config": {"expert_num": 1},
+    }  # fmt: skip
     return MindFormerConfig(**(given | more))
 
 
@@ -170,11 +154,10 @@ def settings(layout, is_qwen3=False):
 
 def groups_of(network):
     """Attention, and the other weights."""
-    attention, others = (
-        [weight for weight in network.trainable_params() if ("attention" in weight.name) == is_attention]
-        for is_attention in (True, False)
-    )
-    return [{"params": attention, "lr": schedule(GROUP_RATE)}, {"params": others, "lr": schedule()}]
+    groups = {True: [], False: []}
+    for weight in network.trainable_params():
+        groups["attention" in weight.name].append(weight)
+    return [{"params": groups[True], "lr": schedule(GROUP_RATE)}, {"params": groups[False], "lr": schedule()}]
 
 
 SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 10}

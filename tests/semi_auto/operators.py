@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,8 +71,8 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def _transposed(x: np.ndarray, is_transposed: bool) -> np.ndarray:
-    return np.swapaxes(x, -1, -2) if is_transposed else x
+def _product(x: np.ndarray, y: np.ndarray, is_x_transposed: bool, is_y_transposed: bool) -> np.ndarray:
+    return (np.swapaxes(x, -1, -2) if is_x_transposed else x) @ (np.swapaxes(y, -1, -2) if is_y_transposed else y)
 
 
 def _scores(query: np.ndarray, key: np.ndarray, mask: Any, scale: float) -> np.ndarray:
@@ -113,67 +114,51 @@ def _one_hot(index: np.ndarray, depth: int, on: Any, off: Any, axis: int) -> np.
     return np.where(index[..., None] == np.arange(depth), on, off)
 
 
+# By MindSpore's names of what NumPy names alike: LogicalAnd is logical_and, LessScalar is less.
+_ALIKE = (
+    "BroadcastTo", "Cos", "Equal", "Exp", "ExpandDims", "Greater", "GreaterEqual", "GreaterEqualScalar",
+    "GreaterScalar", "IsFinite", "IsNan", "Less", "LessEqual", "LessEqualScalar", "LessScalar", "Log", "LogicalAnd",
+    "LogicalNot", "LogicalOr", "Maximum", "Minimum", "NotEqual", "Outer", "Reciprocal", "Reshape", "Sin", "Sqrt",
+    "Square", "Tile", "Transpose",
+)  # fmt: skip
+
+
+def _numpys(name: str) -> Callable:
+    words = re.sub(r"(?<!^)(?=[A-Z])", "_", name.removesuffix("Scalar")).lower()
+    return getattr(np, words.replace("is_", "is"))
+
+
 OPERATORS: dict[str, Callable] = {
-    "Reshape": lambda value, shape: np.reshape(value, shape),
-    "Transpose": lambda value, axes: np.transpose(value, axes),
+    **{name: _numpys(name) for name in _ALIKE},
+    **{f"Reduce{name}": _reduce(getattr(np, name.lower())) for name in ("All", "Any", "Max", "Mean", "Sum")},
+    **dict.fromkeys(("Add", "Adds"), np.add),
+    **dict.fromkeys(("Div", "RealDiv"), np.divide),
+    **dict.fromkeys(("FloorMod", "RemainderTensorScalar"), np.remainder),
+    **dict.fromkeys(("OneHot", "OneHotExt"), _one_hot),
+    **dict.fromkeys(("Stack", "StackExt"), lambda values, axis=0, *_: np.stack(values, axis)),
+    "SumExt": _reduce(np.sum),
     "StridedSlice": lambda value, *slices: value[_slices(*slices)],
     "StridedSliceGrad": _strided_slice_grad,
     "Split": lambda value, axis, parts: np.split(value, parts, axis),
     "SplitWithSize": lambda value, sizes, axis: np.split(value, np.cumsum(sizes)[:-1], axis),
     "Concat": lambda values, axis: np.concatenate(values, axis),
-    "Stack": lambda values, axis=0, *_: np.stack(values, axis),
-    "StackExt": lambda values, axis=0, *_: np.stack(values, axis),
     "Unstack": lambda value, axis=0, *_: np.moveaxis(value, axis, 0),
-    "BroadcastTo": lambda value, shape: np.broadcast_to(value, shape),
     "TensorMove": lambda value, *_: np.array(value),
-    "Tile": lambda value, times: np.tile(value, times),
     "MatMulExt": lambda x, y: x @ y,
-    "MatMul": lambda x, y, left, right: (x.T if left else x) @ (y.T if right else y),
+    **dict.fromkeys(("MatMul", "BatchMatMul"), _product),
     "BiasAdd": lambda x, bias, *_: x + bias,
     "BiasAddGrad": lambda gradient, *_: gradient.sum(0).astype(gradient.dtype),
     "ReLU": lambda x: np.maximum(x, 0),
     "ReluGrad": lambda gradient, y: gradient * (y > 0),
-    "Square": lambda x: x * x,
-    "Sqrt": np.sqrt,
-    "Reciprocal": lambda x: 1 / x,
     "PowTensorScalar": lambda x, power: x**power,
-    "Add": lambda x, y: x + y,
-    "Adds": lambda x, y: x + y,
     "AddN": lambda values: sum(_filled(values[1:]), *_filled(values[:1])),
     "Sub": lambda x, y: x - y,
     "Mul": lambda x, y: x * y,
     "Muls": lambda x, y: _filled([x])[0] * np.asarray(y, x.dtype),
-    "Div": lambda x, y: x / y,
-    "RealDiv": lambda x, y: x / y,
     "Divs": lambda x, y: x / np.asarray(y, x.dtype),
-    "Maximum": np.maximum,
-    "Minimum": np.minimum,
     "Neg": np.negative,
-    "ReduceMean": _reduce(np.mean),
-    "ReduceSum": _reduce(np.sum),
-    "ReduceAll": _reduce(np.all),
-    "ReduceAny": _reduce(np.any),
-    "SumExt": _reduce(np.sum),
-    "ExpandDims": lambda x, axis: np.expand_dims(x, axis),
     "FloatStatus": lambda x: np.array([0.0 if np.isfinite(x).all() else 1.0], np.float32),
-    "IsFinite": np.isfinite,
-    "IsNan": np.isnan,
-    "LogicalAnd": np.logical_and,
-    "LogicalOr": np.logical_or,
-    "LogicalNot": np.logical_not,
-    "Equal": np.equal,
-    "NotEqual": np.not_equal,
-    "Less": np.less,
     "EqScalar": lambda x, y: x == y,
-    "LessEqualScalar": lambda x, y: x <= y,
-    "RemainderTensorScalar": np.remainder,
-    "FloorMod": np.remainder,
-    "LessEqual": np.less_equal,
-    "LessScalar": lambda x, y: x < y,
-    "Greater": np.greater,
-    "GreaterEqual": np.greater_equal,
-    "GreaterScalar": lambda x, y: x > y,
-    "GreaterEqualScalar": lambda x, y: x >= y,
     "Select": lambda condition, yes, no: np.where(condition, yes, no),
     "Cast": lambda x, dtype, *_: x.astype(_DTYPES[dtype]),
     "OnesLike": lambda x, *_: np.ones_like(x),
@@ -187,22 +172,13 @@ OPERATORS: dict[str, Callable] = {
     "RmsNorm": _rms_norm,
     "RmsNormGrad": _rms_norm_grad,
     "AddExt": lambda x, y, factor: x + np.asarray(factor, x.dtype) * y,
-    "BatchMatMul": lambda x, y, left, right: _transposed(x, left) @ _transposed(y, right),
-    "Cos": np.cos,
     "Embedding": lambda indices, table, *_: _gather(table, indices, 0),
     "EmbeddingDenseBackward": lambda gradient, indices, number, *_: _sums_of_segments(gradient, indices, number),
-    "Exp": np.exp,
     "FloorDiv": lambda x, y: x // y,
     "Gather": _gather,
-    "Log": np.log,
-    "OneHot": _one_hot,
-    "OneHotExt": _one_hot,
-    "Outer": np.outer,
     "PyExecute": lambda *_: np.float32(0),
-    "ReduceMax": _reduce(np.max),
     "Rsqrt": lambda x: 1 / np.sqrt(x),
     "RsqrtGrad": lambda y, gradient: np.float32(-0.5) * gradient * y**3,
-    "Sin": np.sin,
     "SubExt": lambda x, y, factor: x - np.asarray(factor, x.dtype) * y,
     "SiLU": lambda x: x * _sigmoid(x),
     "SiLUGrad": lambda gradient, x: gradient * _sigmoid(x) * (1 + x * (1 - _sigmoid(x))),

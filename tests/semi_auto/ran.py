@@ -1,4 +1,4 @@
-"""Finished graphs, those of all stages, run by the simulation (machine.py, pipeline_machine.py)."""
+"""Finished graphs, those of all stages, run by the simulation (machine.py)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import numpy as np
 
 from tests.semi_auto.cases import SAMPLES
 from tests.semi_auto.compiled import RANKS
-from tests.semi_auto.machine import Machine
-from tests.semi_auto.pipeline_machine import Pipeline
+from tests.semi_auto.machine import Machine, step_together
 
-WEIGHTS = ("first", "bias", "second")
+WEIGHTS = ("layers.0.weight", "layers.0.bias", "layers.1.weight")  # of one stage
 
 
 def batch(seed=7, parts=RANKS, width=1):
@@ -28,54 +27,29 @@ def part(number, axis=0):
     return lambda whole, rank: np.split(whole, number, axis)[rank % number]
 
 
-def lies(**layout):
-    """The parts of the weights and of the optimizer's state."""
-    return layout | {f"{state}.{name}": one for state in ("accum", "stat") for name, one in layout.items()}
-
-
-# (4, 2) devices, with the columns of one layer and the rows of the next.
-SPLIT = (4, lies(first=part(2, axis=1), bias=part(2), second=part(2)))
-SPLIT_LAYERS = {f"layers.{index}.weight": part(2, axis=1 - index % 2) for index in range(4)}
-SPLIT_LAYERS |= {f"layers.{index}.bias": part(2) for index in (0, 2)}
-# In how many parts the samples lie, and the parts of weights that are no equal rows.
-LAYOUTS = {
+# The columns of one layer and the rows of the next.
+SPLIT = {f"layers.{index}.weight": part(2, axis=1 - index % 2) for index in range(4)}
+SPLIT |= {f"layers.{index}.bias": part(2) for index in (0, 2)}
+# By layouts, the parts of weights that are no equal rows.
+PLACES = {
     "split": SPLIT,
-    "lazy split": SPLIT,
-    "ws": (RANKS, lies(**dict.fromkeys(WEIGHTS, part(4)))),
-    "full batch": (1, {}),
-    "no data parallel": (1, lies(first=part(RANKS, axis=1), bias=part(RANKS), second=part(RANKS))),
-    "named axes": (4, lies(first=part(2, axis=1), second=part(2))),
+    "named axes": SPLIT,
+    "ws": dict.fromkeys(WEIGHTS, part(4)),
+    "no data parallel": dict.fromkeys(WEIGHTS, part(RANKS)) | {WEIGHTS[0]: part(RANKS, axis=1)},
 }
 
 
-def layout_of(name, stages=1):
-    """In how many parts the samples lie on a stage's devices, and the parts of weights."""
-    if stages > 1:
-        parts = {"split": 4 // stages, "full batch": 1}.get(name, RANKS // stages)
-        return parts, lies(**SPLIT_LAYERS) if name == "split" else {}
-    return LAYOUTS.get(name, (RANKS, {}))
-
-
 class Ran:
-    """A case's graphs of all stages, after one or several runs on the machine.
+    """A case's graphs of all stages, after so many steps on inputs and labels, `data` , by default a batch."""
 
-    Args:
-        case (Case): What was compiled.
-        layout (str): How the case lies on devices.
-        data (tuple or None): Inputs and labels. By default a batch, which is in `data` then, too.
-        stages (int): The number of stages.
-        steps (int): How often it runs.
-        parts (int or None): In how many parts the samples lie, where `layout` does not tell it.
-    """
-
-    def __init__(self, case, layout="dp", data=None, stages=1, steps=1, parts=None):
-        self.parts, places = layout_of(layout, stages)
-        self.parts = parts or self.parts
+    def __init__(self, case, layout="dp", data=None, stages=1, steps=1):
         self.devices = RANKS // stages
+        parts_of_samples = {"split": 4 // stages, "named axes": 4, "full batch": 1, "no data parallel": 1}
+        self.parts = parts_of_samples.get(layout, self.devices)
         of_stages = [case.stage(number) for number in range(stages)]
         self.values = {name: value for one in of_stages for name, value in one.parameters.items()}
         self.stages = [
-            Machine(number, one.program, self.devices, self.values, places, self.parts)
+            Machine(number, one.program, self.devices, self.values, PLACES.get(layout, {}), self.parts)
             for number, one in enumerate(of_stages)
         ]
         has_all = stages == 1 or layout == "full batch"
@@ -85,14 +59,10 @@ class Ran:
 
     def step(self, data):
         """Run all graphs once. One row is no sample's: all devices have it."""
-        shards = [
-            [
-                one if len(one) == 1 else np.split(one, self.parts)[rank * self.parts // self.devices]
-                for rank in range(self.devices)
-            ]
-            for one in data
-        ]
-        self.results = [result for of_stage in Pipeline(self.stages).step(*shards) for result in of_stage]
+        places = [rank * self.parts // self.devices for rank in range(self.devices)]
+        parts = [[one] * self.parts if len(one) == 1 else np.split(one, self.parts) for one in data]
+        shards = [[of_input[place] for place in places] for of_input in parts]
+        self.results = [result for of_stage in step_together(self.stages, shards) for result in of_stage]
 
     @classmethod
     def windows(cls, case, layout, batches, scale=1.0, steps=2):
@@ -122,19 +92,15 @@ class Ran:
         return [float(result[0] if isinstance(result, tuple) else result) for result in self.results]
 
     @property
-    def executed(self):
-        """The nodes that have run, of the first stage."""
-        return self.stages[0].executed
-
-    @property
     def counts(self):
-        return Counter(node.op for node in self.executed)
+        """The nodes that have run, of the first stage, by kind."""
+        return Counter(node.op for node in self.stages[0].executed)
 
     def gradient_collectives(self):
         """The reductions of gradients, which the compiler adds where weights are used, and calls "mirrors"."""
         return [
             node
-            for node in self.executed
+            for node in self.stages[0].executed
             if node.op in ("AllReduce", "ReduceScatter")
             and ("mirror" in node.attributes.lower() or "parallel_optimizer" in node.attributes)
         ]

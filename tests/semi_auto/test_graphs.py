@@ -1,12 +1,12 @@
 """Our step's graphs, compiled by MindSpore for eight devices and simulated without one (machine.py), make the whole
-batch's update. The contents of the graphs: test_collectives.py."""
+batch's update."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tests.semi_auto.ran import RANKS, Ran, batch
+from tests.semi_auto.ran import RANKS, WEIGHTS, Ran, batch
 from tests.semi_auto.whole_batch import Update
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("parallel")]
@@ -42,8 +42,8 @@ def test_two_updates_equal_the_whole_batchs(cases, name, factor):
         whole = Update(values, data, masked=False).move(lambda gradient: factor * gradient)
         np.testing.assert_allclose(ran.losses, [whole.loss * max(factor, 1)] * RANKS, rtol=1e-5)
         if name == "frozen":
-            del whole.after["second"]
-            assert not any(ran.moved(["second"]))
+            del whole.after[WEIGHTS[-1]]
+            assert not any(ran.moved(WEIGHTS[-1:]))
         assert ran.distance(whole) < 1e-4
         values = values | whole.after
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.semi_auto.compiled import Compiler
+from tests.semi_auto.conftest import compiler_of
 from tests.semi_auto.mindformers_cases import CLIP, GROUP_RATE, LAYOUTS, RATE, TEXTS, WORDS_OF_TEXT
 from tests.semi_auto.ran import Ran
 from tests.semi_auto.whole_batch import UpdateBySGD
-from tests.support import no_device
 from tests.support.package import package
 from tests.support.small_llama import WORDS
 
@@ -20,13 +19,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("mindformers in p
 ROUNDING = 2e-5  # of a weight's largest gradient
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    """A function that compiles a case of mindformers_cases.py, by its name."""
-    if reason := no_device.why_not():
-        pytest.skip(reason)
-    with Compiler(tmp_path_factory.mktemp("mindformers"), cases="mindformers_cases") as compiler:
-        yield compiler
+steps = compiler_of("mindformers_cases")
 
 
 def texts(name):
@@ -40,8 +33,8 @@ def texts(name):
 
 def trained(steps, name, layout, data, changed=None):
     """A case after one step on all devices."""
-    parts, stages = LAYOUTS[layout]
-    ran = Ran(steps(name, stages), stages=stages, steps=0, parts=parts)
+    stages = LAYOUTS[layout][1]
+    ran = Ran(steps(name, stages), stages=stages, steps=0)
     for parameter, value in (changed or {}).items():
         for stage in ran.stages:
             stage.state[parameter] = [value] * stage.ranks
@@ -63,15 +56,7 @@ def run(steps, name, layout):
     assert all(np.array_equal(value, ran.values[name]) for name, value in weights.items())
     gradients = {name: (value - whole.parameter(name)[0].astype(np.float64)) / RATE for name, value in weights.items()}
     update = UpdateBySGD(weights, gradients)
-    move(update)
-    return ran, whole.losses[0], update
-
-
-def move(update, factor=1.0, group_rate=RATE):
-    rates = {name: group_rate if "attention" in name else RATE for name in update.gradients}
-    update.after = {
-        name: update.before[name] - rates[name] * factor * gradient for name, gradient in update.gradients.items()
-    }
+    return ran, whole.losses[0], update.move(lambda gradient: gradient, lambda name: RATE)
 
 
 # Qwen3 first: mindformers' context of a Llama would make it a model of the older kind.
@@ -87,8 +72,9 @@ def test_our_step_makes_the_whole_batchs_update(steps, name, layout):
 def test_scale_clipping_and_rates_of_groups(steps):
     """With a loss scale that is adjusted, a limit for spikes, and a group with a rate of its own."""
     ran, loss, update = run(steps, "options", "two stages")
-    move(update, CLIP["max_grad_norm"] / update.norm, GROUP_RATE)
-    assert update.norm > CLIP["max_grad_norm"]
+    factor = CLIP["max_grad_norm"] / update.norm
+    assert factor < 1.0
+    update.move(lambda gradient: factor * gradient, lambda name: GROUP_RATE if "attention" in name else RATE)
     assert ran.distance(update) < ROUNDING
     np.testing.assert_allclose(outputs(ran), [[loss, 0.0, 1024.0, RATE, update.norm]] * 8, rtol=1e-5)
     assert set(map(float, ran.parameter("current_default_lr"))) == {RATE}

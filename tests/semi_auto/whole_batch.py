@@ -1,7 +1,8 @@
-"""The whole batch's update of the networks of cases.py and pipeline_cases.py, in float64 in NumPy."""
+"""The whole batch's update of the networks of cases.py, in float64 in NumPy."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 
 import numpy as np
@@ -10,13 +11,8 @@ RATE = 0.1
 
 
 class UpdateBySGD:
-    """From the weights `before` and the whole `gradients` : the gradient's `norm` , and `after` , the weights.
-
-    Args:
-        before (dict): The weights before.
-        gradients (dict): Their gradients.
-        clip (float or None): The largest norm.
-    """
+    """From the weights `before` and the whole `gradients` : the gradient's `norm` , of which `clip` is the largest, and
+    `after` , the weights."""
 
     def __init__(self, before, gradients, clip=None):
         self.before, self.gradients = before, gradients
@@ -24,23 +20,15 @@ class UpdateBySGD:
         factor = min(1.0, clip / self.norm) if clip else 1.0
         self.move(lambda gradient: factor * gradient)
 
-    def move(self, change):
+    def move(self, change, rate=lambda name: RATE):
         """The weights after an update by changed gradients."""
-        self.after = {name: self.before[name] - RATE * change(one) for name, one in self.gradients.items()}
+        self.after = {name: self.before[name] - rate(name) * change(one) for name, one in self.gradients.items()}
         return self
 
 
 class Update(UpdateBySGD):
-    """An update by SGD: `loss` , `terms` and `totals` of each loss, the gradient's `norm` , and `after` , the weights.
-
-    Args:
-        values (dict): The weights before.
-        batch (tuple): Inputs and labels.
-        loss_weights (tuple): Of each loss.
-        clip (float or None): The largest norm.
-        min_count (float): The least total.
-        masked (bool): Whether a loss is over its mask alone.
-    """
+    """From the weights before, inputs and labels: the outputs `out` ; `loss` ; `terms` and `totals` of each loss, which
+    are at least `min_count` . A loss that is `masked` is over its mask alone."""
 
     def __init__(self, values, batch, loss_weights=(1.0,), clip=None, min_count=0.0, masked=True):
         values = {name: value.astype(np.float64) for name, value in values.items()}
@@ -51,7 +39,7 @@ class Update(UpdateBySGD):
             weight = values[name].T if is_transposed else values[name]
             reached.append(inputs[-1] @ weight + values.get(bias, 0.0))
             inputs.append(np.maximum(reached[-1], 0) if has_relu else reached[-1])
-        out = inputs[-1]
+        self.out = out = inputs[-1]
         masks = (y > 0, y * y > 0.5) if masked else (np.ones_like(y),)
         self.totals, self.terms, backward = [], [], np.zeros_like(out)
         for loss_weight, mask, error in zip(loss_weights, masks, (out - y, out), strict=False):
@@ -65,7 +53,7 @@ class Update(UpdateBySGD):
             backward = backward * (reached[index] > 0) if has_relu else backward
             gradient = inputs[index].T @ backward
             gradients[name] += gradient.T if is_transposed else gradient
-            if bias is not None:
+            if bias in values:
                 gradients[bias] += backward.sum(0)
             backward = backward @ (values[name] if is_transposed else values[name].T)
         super().__init__(values, dict(gradients), clip)
@@ -73,10 +61,7 @@ class Update(UpdateBySGD):
 
 def layers_of(values):
     """Of each layer: the weight, the bias, whether a ReLU follows, and whether the weight is transposed."""
-    if "first" in values:
-        return [("first", "bias", True, False), ("second", None, False, False)]
-    number = 4 if "layers.3.weight" in values else 2
-    layers = [(f"layers.{index}.weight", f"layers.{index}.bias", index < 3, False) for index in range(number)]
-    if "enter.table" in values:
-        return [("enter.table", None, False, False), *layers, ("enter.table", None, False, True)]
-    return layers
+    weights = [name for name in values if re.fullmatch(r"layers\.\d\.weight", name)]
+    layers = [(name, name.replace("weight", "bias"), values[name].shape[1] > 1, False) for name in weights]
+    table = "enter.table"
+    return [(table, None, False, False), *layers, (table, None, False, True)] if table in values else layers
