@@ -58,9 +58,8 @@ def test_a_launch_that_is_ended_leaves_nothing(tmp_path, pytestconfig, launcher,
 def test_a_restart_waits_until_the_ranks_before_it_are_gone(tmp_path):
     """They take SIGTERM for nothing. A guard is killed: its rank ends, and all begin anew."""
     looks = (
-        'assert not [path for path in __import__("glob").glob("/proc/[0-9]*/cmdline")\n'
-        '    if os.path.exists(path) and open(path, "rb").read() == b"sleep\\00010000\\0"\n'
-        '    and os.path.realpath(path.replace("cmdline", "cwd")) == os.getcwd()]\n'
+        'assert not [process for process in __import__("psutil").process_iter(["cmdline", "cwd"])\n'
+        '    if process.info["cmdline"] == ["sleep", "10000"] and process.info["cwd"] == os.getcwd()]\n'
     )
     script = write(tmp_path / "script.py", f'if os.environ["GACCUM_MS_RESTART_COUNT"] == "1":\n    {looks}')
     ignores = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -58,7 +58,6 @@ WAYS = {
     "graph": (ms.GRAPH_MODE, {"micro_size": 4}),
     "split": (ms.GRAPH_MODE, {"split": in_quarters}),
     "windows": (ms.GRAPH_MODE, {"micro_size": 4, "accumulation_steps": 2}),
-    "jit": (ms.PYNATIVE_MODE, {"micro_size": 4, "jit": True}),
     "pynative": (ms.PYNATIVE_MODE, {"micro_size": 4}),
     "loop": (ms.PYNATIVE_MODE, {}),
 }
