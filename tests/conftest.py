@@ -28,8 +28,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Three processes more than cores, because the launcher's tests mostly wait. Each may need 3 GB."""
-    return max(1, min(len(os.sched_getaffinity(0)) + 3, psutil.virtual_memory().available // 3_000_000_000))
+    """Two processes more than cores, because the launcher's tests mostly wait. Each may need 3 GB."""
+    return max(1, min(len(os.sched_getaffinity(0)) + 2, psutil.virtual_memory().available // 3_000_000_000))
 
 
 def pytest_configure(config):
