@@ -126,6 +126,18 @@ def test_state_is_found_by_its_name_and_put_back(write):
     assert everything(update) == before
 
 
+def test_code_that_writes_into_a_list_alone_is_run():
+    """Code that may write nothing is not run."""
+    counted = [0]
+
+    def count(size):
+        values = counted
+        values[0] = values[0] + 1
+
+    assert written_state([Root("count", count, count)], []) == ["counted[0] of 'count'"]
+    assert counted == [0]
+
+
 class Schedule(nn.learning_rate_schedule.LearningRateSchedule):
     def __init__(self):
         super().__init__()
