@@ -27,8 +27,7 @@ from gaccum_ms.semi_auto.pipeline import check_pipeline
 
 
 def admit(owner: str, cell: GradAccumulationCell, optimizer: nn.Optimizer) -> Setup:
-    """The checked options and network of a training step."""
-    cell.check_options(is_whole=True)
+    """The options of a whole cell, which are checked, and its network."""
     check_optimizer(owner, cell, optimizer)
     refuse_without_kernels(owner, optimizer)
     refuse_hooked_weights("GradAccumulationCell", optimizer.parameters)
