@@ -145,6 +145,7 @@ def test_clipping_hides_nothing(pynative):
     report = run_case(WRONG["sum_of_squares"], max_grad_norm=1e-3)
     assert min(report.gradients.values()) > 0.1
     assert max(report.parameters.values()) < 1e-6
+    assert run_case(RIGHT["mean_of_squares"], max_grad_norm=1e-3).ok
 
 
 def test_batch_norm_is_named_and_the_report_is_a_table(pynative):
