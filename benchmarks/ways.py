@@ -250,6 +250,7 @@ WAYS: dict[str, Way] = {
     "whole": Way("whole batch, nn.TrainOneStepCell", _OF_MINDSPORE, _whole, micro_sizes=(1,), parallel=True),
     "ours": Way("gaccum_ms", _OF_MINDSPORE, _ours, parallel=True),
     "jit": Way("gaccum_ms, PyNative, jit=True", _OF_MINDSPORE, partial(_ours, jit=True), _FEW_SIZES),
+    "unchecked": Way("gaccum_ms, check=None", _OF_MINDSPORE, partial(_ours, check=None), (16,)),
     "eager": Way("gaccum_ms, PyNative", _OF_MINDSPORE, partial(_ours, jit=None), (16,)),
     "noise": Way("gaccum_ms, recording noise", _OF_MINDSPORE, partial(_ours, record_noise=True), (16,)),
     "torch": Way("PyTorch, eager loop", ("torch",), _torch, parallel=True),
