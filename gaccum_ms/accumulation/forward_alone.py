@@ -17,6 +17,7 @@ def outputs_of(network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[
     """What the network returns. Everything that it wrote is restored. `weights` : what forward does not write."""
     before = Snapshot(network, leave_out=weights)
     mode = ms.get_context("mode")
+    nn.Cell.set_grad(network, False)  # else MindSpore begins to record a gradient, which an error leaves open
     ms.set_context(mode=ms.PYNATIVE_MODE)
     try:
         with no_grad():
