@@ -314,7 +314,11 @@ RULES = (
         GIVEN,
         "`loss_weights`",
         "a `count` with more or fewer entries",
-        lambda s: bool(s.options.count and s.options.loss_weights) and len(s.options.counts) != s.options.losses,
+        lambda s: (
+            s.options.count is not None
+            and s.options.loss_weights is not None
+            and len(s.options.counts) != s.options.losses
+        ),
         "'count' and 'loss_weights' must have one entry for each loss, but got count={options.count} and "
         "loss_weights={options.loss_weights}.",
         instead="one entry for each loss",

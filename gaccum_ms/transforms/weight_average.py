@@ -13,7 +13,6 @@ from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.checks.arguments import check_bool, check_number, check_positive_finite
 from gaccum_ms.cpu.kernels import add_in_place
-from gaccum_ms.distributed.stages import owned_weights
 from gaccum_ms.transforms.transform import Transform
 
 _NAME = "WeightAverage"
@@ -113,8 +112,7 @@ class WeightAverage(Transform):
         self.swapped = False  # whether the averages have replaced the weights
 
     def prepare(self, network: nn.Cell | None) -> None:
-        of_stage = owned_weights(network, self.weights)
-        averaged = [weight for weight, is_owned in zip(self.weights, of_stage, strict=True) if is_owned]
+        averaged = [weight for weight in self.weights if id(weight) not in self._of_other_stages]
         averaged += self._buffers_of(network) if self.with_buffers else ()
         # Only as an attribute, because these Parameters are the network's.
         object.__setattr__(self, "averaged", ms.ParameterTuple(averaged))

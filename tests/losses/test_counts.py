@@ -162,6 +162,7 @@ def test_one_loss_may_have_a_weight(pynative):
     [
         ({"count": 3}, TypeError, "'count' must be a function or Cell .* but got 3"),
         ({"count": (CountMask(), "x")}, TypeError, "'count' must be a function or Cell .* but got 'x'"),
+        ({"count": (), "loss_weights": (1.0,)}, ValueError, r"one entry for each loss, but got count=\(\)"),
         ({"loss_weights": 1.0}, TypeError, "'loss_weights' must be a sequence of floats, but got 1.0"),
         ({"loss_weights": (1.0, float("nan"))}, ValueError, "'loss_weights' must be finite"),
         ({"loss_weights": ()}, ValueError, r"'loss_weights' must be finite, one for each loss, but got \(\)"),

@@ -12,7 +12,7 @@ from mindspore import Tensor, nn, ops
 
 from gaccum_ms import CountNotIgnored, GradAccumulator
 from gaccum_ms.backend import kernel_seeds
-from tests.support.reference import make_step
+from tests.support.reference import Outer, make_step
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, 6)).astype(np.float32)
@@ -192,21 +192,10 @@ def test_it_is_left_out_where_the_user_asks(pynative, monkeypatch):
     assert "skipped: GACCUM_MS_CHECK=none" in str(step.run_record)
 
 
-class Around(nn.Cell):
-    """Another graph, in which the step is."""
-
-    def __init__(self, step):
-        super().__init__(auto_prefix=False)
-        self.step = step
-
-    def construct(self, x, y):
-        return self.step(x, y)
-
-
 def test_what_another_graph_has_trained_is_measured_at_the_first_call_from_python():
     ms.set_context(mode=ms.GRAPH_MODE)
     step = step_of(Loss(sum_of_squares))
-    assert texts_of(Around(step).set_train(), (X, Y)) == []
+    assert texts_of(Outer(step).set_train(), (X, Y)) == []
     assert "skipped so far: another graph calls the step" in str(step.run_record)
     (text,) = texts_of(step, (X, Y))
     assert MEASURED in text and 'reduction="sum"' in text
