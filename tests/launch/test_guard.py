@@ -34,7 +34,9 @@ if __name__ == "__main__":
     assert isinstance(pickle.loads(pickle.dumps(Thing())), Thing)
     assert sys.modules["__main__"].Thing is Thing and __file__ == os.path.abspath("script.py")
     assert sys.argv == ["script.py", "--epochs", "3"] and sys.path[0] == os.path.dirname(__file__)
-    print(sorted(os.sched_getaffinity(0)), os.environ["RANK_TABLE_FILE"])
+    print(sorted(os.sched_getaffinity(0)), os.environ["RANK_TABLE_FILE"], flush=True)
+    open(f"up.{rank}", "x").close()
+    while not os.path.exists("up.0"): time.sleep(0.01)  # rank 1's end ends rank 0
     sys.exit(3 * rank)
 """,
     )

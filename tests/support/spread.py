@@ -61,6 +61,11 @@ class Spread:
         self.build = tests.parent / "build"
         self.seconds: dict[str, float] = defaultdict(float)
         self.groups: dict[str, str] = {}
+        self.skipped_files: list[str] = []  # those that skip themselves, as for want of a package
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self.skipped_files.append(report.nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
