@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspore.train import RunContext
@@ -79,10 +78,7 @@ class GradNoiseScale(NoiseCallback):
     * ``noise_scale`` : the estimate, in items; NaN before the first window, infinite if the gradient cannot be
       distinguished from zero;
     * ``advice`` : what to do, in one line; "accumulate over 6" means ``accumulation_steps=6`` ;
-    * ``records`` : for each update a named tuple of ``update`` , ``batch_size`` and ``noise_scale`` ;
-    * ``draw(path)`` : draws the curve into a file (``pip install 'gaccum_ms[report]'`` ): noise scale and batch over
-      updates, and the updates and examples that each batch size needs, :math:`1 + B_{noise} / B` and
-      :math:`1 + B / B_{noise}` times the least, after the paper.
+    * ``records`` : for each update a named tuple of ``update`` , ``batch_size`` and ``noise_scale`` .
 
     Args:
         smoothing (float): The part of the two moving averages that each update keeps, at least 0, below 1. The averages
@@ -91,8 +87,7 @@ class GradNoiseScale(NoiseCallback):
     Raises:
         TypeError: If `smoothing` is not a number.
         ValueError: If `smoothing` is not at least 0 and below 1; if training begins without ``record_noise`` , or with
-            data sinking, which hides batches from callbacks; if there is nothing to draw.
-        ImportError: If `draw` is called without matplotlib.
+            data sinking, which hides batches from callbacks.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -145,18 +140,6 @@ class GradNoiseScale(NoiseCallback):
                 f"from each update"
             )
         return f"batch {_as_text(batch)} is near {critical}: keep it"
-
-    def draw(self, path: str | Path) -> None:
-        """Draw noise scale and batch over updates, and the updates and examples that each batch size needs."""
-        from gaccum_ms.report.plots import draw_noise_scale
-
-        known = [record for record in self.records if 0 < record.noise_scale < math.inf]
-        if not known:
-            raise ValueError(
-                f"For '{_NAME}', 'draw' needs a training whose noise scale is known and not 0 after some update, but "
-                f"got {len(self.records)} update(s) without. Train with at least two micro-batches in each window."
-            )
-        draw_noise_scale(known, path)
 
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
         if record.noise is not None:

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None, prog: str = "gaccum-ms report") -> int:
         from gaccum_ms.report.page import page
     except ImportError as error:
         remedy = "pip install 'gaccum_ms[report]'"
-        parser.error(f"matplotlib and Jinja2 must be installed, but {error.__cause__ or error} ({remedy})")
+        parser.error(f"matplotlib and Jinja2 must be installed, but {error} ({remedy})")
     text = page(records)
     for note in (note for record in records for note in record.notes):
         print(f"note: {note}", file=sys.stderr)

@@ -11,7 +11,6 @@ import pytest
 from mindspore.dataset import NumpySlicesDataset
 
 from gaccum_ms import AdaptiveAccumulation, FlushAccumulation, GradNoiseScale, WindowMonitor
-from gaccum_ms.callbacks.noise_scale import ScaleRecord
 from gaccum_ms.record.noise_estimate import Average, WindowNoise
 from tests.accumulation.test_noise_record import make_step, targets
 from tests.support.state import manager
@@ -102,36 +101,6 @@ def test_each_window_counts_once_and_a_dropped_one_not_at_all(pynative):
     assert [record.batch_size for record in noise.records] == [4, 2]
     assert noise.records[0].noise_scale == noise.records[1].noise_scale
     assert math.isfinite(noise.estimate.variance.value)
-
-
-def test_the_picture_has_the_curves(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'report'")
-    from matplotlib.colors import to_rgb
-    from matplotlib.image import imread
-
-    noise = GradNoiseScale()
-    noise.records += [ScaleRecord(update, 64, scale) for update, scale in enumerate(np.geomspace(10, 1000, 50), 1)]
-    noise.draw(tmp_path / "curves" / "noise.png")
-    pixels = imread(tmp_path / "curves" / "noise.png")[:, :, :3]
-    left, right = np.split(pixels[:, : pixels.shape[1] // 2 * 2], 2, axis=1)
-
-    def rise(panel, color):
-        """By how many pixels a curve rises from left to right."""
-        rows, columns = np.nonzero(np.abs(panel - np.array(to_rgb(color))).max(axis=2) < 0.02)
-        first, last = np.quantile(columns, [0.2, 0.8])
-        return np.median(rows[columns < first]) - np.median(rows[columns > last])
-
-    assert rise(left, "#D55E00") > 80, "the noise"
-    assert rise(right, "#0072B2") < -80, "fewer updates with larger batches"
-    assert rise(right, "#009E73") > 80, "and more examples"
-
-
-def test_what_is_not_known_is_not_drawn(tmp_path):
-    noise = GradNoiseScale()
-    noise.records += [ScaleRecord(1, 64, math.nan), ScaleRecord(2, 64, math.inf)]
-    with pytest.raises(ValueError, match=r"got 2 update\(s\) without"):
-        noise.draw(tmp_path / "noise.png")
-    assert not list(tmp_path.iterdir())
 
 
 def test_bad_smoothing_is_refused():
