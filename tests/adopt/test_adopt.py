@@ -94,10 +94,10 @@ def test_errors(function, given, words, pynative):
 
 
 def test_loss_scales_of_mindspore_become_ours():
-    manager = common.scale_of("step", DynamicLossScaler(64.0, 2, 100))
+    manager = common.scale_of(DynamicLossScaler(64.0, 2, 100))
     assert (manager.loss_scale_value, float(manager.scale_factor), float(manager.scale_window)) == (64.0, 2.0, 100.0)
     for scale in (8, 8.0, StaticLossScaler(8.0), Tensor(8.0)):
-        assert float(common.scale_of("step", scale)) == 8.0
+        assert float(common.scale_of(scale)) == 8.0
 
 
 def test_the_users_transforms_are_kept(pynative):
