@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from mindspore.train import RunContext
 
-from gaccum_ms.callbacks.noise_scale import NoiseCallback, check_smoothing
+from gaccum_ms.callbacks.noise_scale import check_noise_is_recorded, noise_estimate
 from gaccum_ms.callbacks.schedule import AccumulationScheduler
 from gaccum_ms.checks.arguments import check_finite, check_positive_finite, check_positive_int
 from gaccum_ms.distributed.layout import gather_json
@@ -29,7 +29,7 @@ class StepsRecord(NamedTuple):
     batch_size: float
 
 
-class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
+class AdaptiveAccumulation(AccumulationScheduler):
     r"""
     Adapt `accumulation_steps` to the gradient noise scale, and the learning rate to `accumulation_steps` .
 
@@ -92,6 +92,8 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         [2]
     """
 
+    every_window = True
+
     def __init__(
         self,
         target: float = 1.0,
@@ -114,15 +116,15 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         check_finite(_NAME, "tolerance", tolerance)
         if tolerance <= 1:
             raise ValueError(f"For '{_NAME}', the argument 'tolerance' must be larger than 1, but got {tolerance}.")
-        check_smoothing(_NAME, smoothing)
         self.target = target
         self.min_steps, self.max_steps = min_steps, max_steps
         self.tolerance = tolerance
         self.interval = interval
-        self.smoothing = smoothing
+        self._estimate = noise_estimate(_NAME, smoothing)
         self.records: list[StepsRecord] = []
 
     def on_train_begin(self, run_context: RunContext) -> None:
+        check_noise_is_recorded(_NAME, run_context)
         super().on_train_begin(run_context)
         step: Any = training_step(run_context)
         # In a resumed step, both may differ from the cell's.
@@ -132,7 +134,7 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
         if record.noise is None:
             return
-        self.estimate.add(record.noise, self.smoothing)
+        self._estimate.add(record.noise)
         if record.update % self.interval:
             return
         step: Any = training_step(run_context)
@@ -144,7 +146,9 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
             return
         self._follow(run_context)
         rate = current_learning_rate(step.optimizer)
-        self.records.append(StepsRecord(record.update, self._next_steps, rate, self.noise_scale, record.noise.items))
+        self.records.append(
+            StepsRecord(record.update, self._next_steps, rate, self._estimate.noise_scale, record.noise.items)
+        )
 
     def _wanted(self, noise: WindowNoise, steps: int, batches: int) -> int:
         """The number of batches for later windows, after a window of `batches` batches."""
@@ -152,7 +156,7 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         least = self.min_steps
         if noise.micro_batches < 1.5 * max(batches, 1):  # a batch is one micro-batch, on all ranks
             least = max(least, 2)
-        ratio = self.target * self.noise_scale / (steps * batch_items)
+        ratio = self.target * self._estimate.noise_scale / (steps * batch_items)
         wanted = steps
         if ratio > self.tolerance:
             wanted = max(round(steps * min(ratio, _LARGEST_CHANGE)), steps + 1)

@@ -1,4 +1,4 @@
-"""GradNoiseScale, which derives a batch size from the gradient noise, and the base of callbacks like it."""
+"""GradNoiseScale derives a batch size from the gradient noise."""
 
 from __future__ import annotations
 
@@ -18,35 +18,19 @@ _NAME = "GradNoiseScale"
 _NEAR = 1.5  # the largest ratio, in either direction, that counts as near the critical size
 
 
-class NoiseCallback(WindowCallback):
-    """Base of callbacks that use the gradient noise. `arguments` are the next class's."""
-
-    every_window = True
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.estimate = NoiseEstimate()
-
-    @property
-    def noise_scale(self) -> float:
-        """The estimate, in items; NaN before the first window, infinite if the gradient cannot be distinguished from
-        zero."""
-        return self.estimate.noise_scale
-
-    def on_train_begin(self, run_context: RunContext) -> None:
-        if not hasattr(training_step(run_context), "noise_sums"):
-            raise ValueError(
-                f"For '{type(self).__name__}', the GradAccumulationCell must have record_noise=True, but got "
-                f"record_noise=False."
-            )
-        super().on_train_begin(run_context)
-
-
-def check_smoothing(owner: str, smoothing: Any) -> None:
+def noise_estimate(owner: str, smoothing: Any) -> NoiseEstimate:
     check_number(owner, "smoothing", smoothing)
     if not 0 <= smoothing < 1:
         raise ValueError(
             f"For '{owner}', the argument 'smoothing' must be at least 0 and below 1, but got {smoothing}."
+        )
+    return NoiseEstimate(smoothing)
+
+
+def check_noise_is_recorded(owner: str, run_context: RunContext) -> None:
+    if not hasattr(training_step(run_context), "noise_sums"):
+        raise ValueError(
+            f"For '{owner}', the GradAccumulationCell must have record_noise=True, but got record_noise=False."
         )
 
 
@@ -58,7 +42,7 @@ class ScaleRecord(NamedTuple):
     noise_scale: float
 
 
-class GradNoiseScale(NoiseCallback):
+class GradNoiseScale(WindowCallback):
     r"""
     Estimate the gradient noise scale during training, and derive advice on the batch size.
 
@@ -111,12 +95,16 @@ class GradNoiseScale(NoiseCallback):
         True
     """
 
+    every_window = True
+
     def __init__(self, smoothing: float = SMOOTHING) -> None:
         super().__init__()
-        check_smoothing(_NAME, smoothing)
-        self.smoothing = smoothing
+        self._estimate = noise_estimate(_NAME, smoothing)
         self.records: list[ScaleRecord] = []
-        self._batches = 1  # of the last window
+
+    @property
+    def noise_scale(self) -> float:
+        return self._estimate.noise_scale
 
     @property
     def advice(self) -> str:
@@ -141,9 +129,12 @@ class GradNoiseScale(NoiseCallback):
             )
         return f"batch {_as_text(batch)} is near {critical}: keep it"
 
+    def on_train_begin(self, run_context: RunContext) -> None:
+        check_noise_is_recorded(_NAME, run_context)
+
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
         if record.noise is not None:
-            self.estimate.add(record.noise, self.smoothing)
+            self._estimate.add(record.noise)
             self.records.append(ScaleRecord(record.update, record.noise.items, self.noise_scale))
             self._batches = record.batches
 
