@@ -160,7 +160,7 @@ def train(
     step.check_names_and_refresh_name()  # with data sinking it is called within another Cell
     # A flush comes before callbacks that must see its update, such as checkpoints, wherever they are in the list.
     callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, FlushAccumulation))
-    callbacks = [WindowWatch(step), AveragesInEvaluation(), *callbacks]
+    callbacks = [WindowWatch(step), AveragesInEvaluation(step), *callbacks]
     with ExitStack() as watching:
         if any(isinstance(callback, WindowCallback) for callback in callbacks):
             recorder = WindowRecorder(step)

@@ -135,13 +135,12 @@ def transformers_train_step(
     clip_grad, scaler = clip_grad.lower(), scaler.lower()
     check_one_of(OWNER, "clip_grad", clip_grad, (*_NORMS, *_VALUES, "none"))
     check_one_of(OWNER, "scaler", scaler, _SCALERS)
-    config = dict(scaler_config or {})
+    config = {"scale_value": 1024, "scale_factor": 2, "scale_window": 1000, **(scaler_config or {})}
     scale: nn.Cell | ms.Tensor
     if scaler in ("auto", "dynamic"):
-        values = {"scale_value": 1024, "scale_factor": 2, "scale_window": 1000, **config}
-        scale = nn.DynamicLossScaleUpdateCell(values["scale_value"], values["scale_factor"], values["scale_window"])
+        scale = nn.DynamicLossScaleUpdateCell(config["scale_value"], config["scale_factor"], config["scale_window"])
     else:
-        scale = ms.Tensor(1.0 if scaler == "none" else float(config.get("scale_value", 1024)), ms.float32)
+        scale = ms.Tensor(1.0 if scaler == "none" else float(config["scale_value"]), ms.float32)
     links: tuple[Transform, ...] = (ClipByValue(clip_value),) if clip_grad in _VALUES else ()
     if ema is not None:
         links = (*links, MovedAverage(ema, "ema_update"))

@@ -1,4 +1,4 @@
-"""WindowMonitor: keeps each window's record, and writes JSON lines, TensorBoard's and MindSpore's summaries."""
+"""WindowMonitor: keeps each window's record, and writes JSON lines and TensorBoard's summaries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import mindspore as ms
 from mindspore.train import RunContext
 
 from gaccum_ms.distributed.ranks import rank_or_0
@@ -28,9 +27,9 @@ class WindowMonitor(WindowCallback):
     Args:
         json_lines (Union[str, Path], optional): A file to which each record is appended as a line of JSON; numbers
             that are not finite are ``null`` . Default: ``None`` .
-        summary (Union[SummaryRecord, SummaryWriter], optional): Receives each number, as ``window/<name>`` over the
-            number of updates; with several losses also ``window/loss_terms/<n>`` . It is a `mindspore.SummaryRecord` ,
-            or TensorBoard's `SummaryWriter` from tensorboardX or PyTorch. Close it yourself. Default: ``None`` .
+        summary (SummaryWriter, optional): TensorBoard's, from tensorboardX or PyTorch. It receives each number, as
+            ``window/<name>`` over the number of updates; with several losses also ``window/loss_terms/<n>`` . Close it
+            yourself. Default: ``None`` .
 
     Raises:
         TypeError: If `json_lines` is neither str nor Path, or `summary` has another type.
@@ -66,10 +65,10 @@ class WindowMonitor(WindowCallback):
                 f"For 'WindowMonitor', the argument 'json_lines' must be a path, but got {json_lines!r} of type "
                 f"'{type(json_lines).__name__}'."
             )
-        if summary is not None and not isinstance(summary, ms.SummaryRecord) and not hasattr(summary, "add_scalar"):
+        if summary is not None and not hasattr(summary, "add_scalar"):
             raise TypeError(
-                f"For 'WindowMonitor', the argument 'summary' must be a mindspore.SummaryRecord or TensorBoard's "
-                f"SummaryWriter, but got '{type(summary).__name__}'."
+                f"For 'WindowMonitor', the argument 'summary' must be TensorBoard's SummaryWriter, but got "
+                f"'{type(summary).__name__}'."
             )
         self.records: list[WindowRecord] = []
         # Absolute, because the working folder may change in mid-training.
@@ -92,16 +91,9 @@ class WindowMonitor(WindowCallback):
         numbers = asdict(record)
         del numbers["noise"]  # `noise_scale` tells what it means
         self._append(json.dumps({name: _finite(value) for name, value in numbers.items()}) + "\n")
-        if self._summary is None or rank_or_0() != 0:
-            return
-        for field, value in record.scalars().items():
-            name = f"window/{field}"
-            if isinstance(self._summary, ms.SummaryRecord):
-                self._summary.add_value("scalar", name, ms.Tensor(value, ms.float32))
-            else:
-                self._summary.add_scalar(name, value, record.update)
-        if isinstance(self._summary, ms.SummaryRecord):
-            self._summary.record(record.update)
+        if self._summary is not None and rank_or_0() == 0:
+            for field, value in record.scalars().items():
+                self._summary.add_scalar(f"window/{field}", value, record.update)
 
     def _append(self, text: str) -> None:
         """Append to the file, on rank 0. A last line that a killed training has cut short is ended before."""
