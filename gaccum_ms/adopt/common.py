@@ -9,7 +9,7 @@ from mindspore import nn, ops
 from mindspore.amp import DynamicLossScaler, LossScaler, StaticLossScaler
 
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.checks.arguments import check_bool, check_positive_int, check_transforms, described
+from gaccum_ms.checks.arguments import check_bool, check_transforms, described
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.transform import Transform
 
@@ -65,15 +65,12 @@ def build(
 ) -> TrainOneStepWithGradAccumulationCell:
     """Our step. `links` : the package's own transforms, behind the user's; `drop_overflow_update` : whether a window
     that is not finite is left out."""
-    check_positive_int(OWNER, "gradient_accumulation_steps", options["accumulation_steps"])
     if not drop_overflow_update and isinstance(scale_sense, nn.Cell):
         raise ValueError(
             f"For '{OWNER}', updates in spite of an overflow need a fixed loss scale, because one that is adjusted "
             f"looks for the scale at which gradients overflow, but got a '{type(scale_sense).__name__}'. Let such "
             f"updates be dropped, or give a fixed scale."
         )
-    if options.get("micro_batch_size") is None:
-        options.setdefault("micro_size", 1)
     own = options.get("transforms", ())
     check_transforms(OWNER, "transforms", own)
     options["transforms"] = (*own, *links)

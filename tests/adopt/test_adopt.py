@@ -80,7 +80,7 @@ def test_mindformers_skips_an_update_whose_norm_is_the_threshold(pynative):
     ("function", "given", "words"),
     [
         (adopt.mindcv.train_step, {"scale_sense": "dynamic"}, "'scale_sense' must be a number, a Tensor, a Cell"),
-        (adopt.mindcv.train_step, {"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' must be at least"),
+        (adopt.mindcv.train_step, {"gradient_accumulation_steps": 0}, "'accumulation_steps' must be at least"),
         (adopt.mindformers.train_step, {"local_norm": True}, "'local_norm' must be left out"),
         (adopt.mindocr.train_step, {"clip_grad": "norm"}, "'clip_grad' must be a bool"),
         (adopt.mindone.train_step, {"zero_helper": object()}, "'zero_helper' must be left out.*ShardedOptimizer"),
