@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gaccum_ms.auditing.evidence import Evidence, relative_error
+from gaccum_ms.layers.dropout import dropouts
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class AuditReport:
         reduction (str): The cell's option; what the loss says, if it is not given.
         batch_norm_layers (tuple[str, ...]): Their names.
         couples_samples (bool): Whether results depend on which samples share a micro-batch, apart from a wrong
-            `reduction` .
+            `reduction` , and from what a remedy makes equal.
         dropout_layers (tuple[str, ...]): The names of those that were switched off for the audit.
         problems (tuple[str, ...]): For each problem, a description and a remedy.
 
@@ -88,14 +89,14 @@ def judged(evidence: Evidence) -> AuditReport:
     couples_samples, problems = _problems(evidence)
     return AuditReport(
         gradients=evidence.gradients,
-        parameters=dict(zip(evidence.names, errors, strict=True)),
+        parameters=dict(zip(evidence.gradients, errors, strict=True)),
         loss_whole=evidence.whole.loss,
         loss_accumulated=evidence.accumulated.loss,
         loss_behaves_as=evidence.behaves_as,
-        reduction=evidence.reduction,
+        reduction=evidence.cell.reduction,
         batch_norm_layers=evidence.batch_norm_layers,
         couples_samples=couples_samples,
-        dropout_layers=evidence.dropout_layers,
+        dropout_layers=tuple(dropouts(evidence.cell.network)),
         problems=tuple(problems),
     )
 
@@ -135,11 +136,9 @@ def _problems(evidence: Evidence) -> tuple[bool, list[str]]:
 def _first_problem(evidence: Evidence, explained: bool) -> tuple[bool, str | None]:
     """Whether samples are coupled without a known layer, and the first of some problems, which explains the others.
     `explained` : differences come from problems that are reported already."""
-    whole, accumulated, reduction = evidence.whole, evidence.accumulated, evidence.reduction
+    whole, accumulated, reduction = evidence.whole, evidence.accumulated, evidence.cell.reduction
     worst, error = next(iter(evidence.errors.items()))
     by = f"by {error:.1e} in {worst}"
-    if evidence.broadcast is not None:
-        return True, f"Micro-batching changes the result, {by}, because {evidence.broadcast}."
     if evidence.remedy is not None:
         return False, f"Micro-batching changes the result, {by}. This was tried, and makes it equal: {evidence.remedy}."
     if not evidence.is_finite:
@@ -180,16 +179,16 @@ def _first_problem(evidence: Evidence, explained: bool) -> tuple[bool, str | Non
         )
     if not evidence.differs or explained:
         return False, None
-    if evidence.trimmed:
+    if evidence.cell.trims:
         return False, (
             f"Leaving padding out changes the result, {by}: the network reads padding, as a mean or an attention over "
             f"all places does. Mask it there, or split without MaxTokens."
         )
-    over = "what count= counts" if evidence.counted else "samples"
+    over = "what count= counts" if evidence.cell.counted else "samples"
     return True, (
         f"Micro-batching changes the result, {by}, although no known layer couples samples. Either the network "
         f"compares samples of one batch: give it as WithBatchLossCell; or its loss is a mean over something other than "
-        f"{over}, such as valid tokens: {'give another count=' if evidence.counted else 'give it as count='}."
+        f"{over}, such as valid tokens: {'give another count=' if evidence.cell.counted else 'give it as count='}."
     )
 
 
