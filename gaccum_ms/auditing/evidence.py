@@ -115,16 +115,6 @@ class Evidence:
         return [name for name in whole if not self._equal(accumulated.get(name), whole[name])]
 
     @property
-    def lost_statistics(self) -> list[str]:
-        """The names of what is not finite after micro-batches alone."""
-        whole, accumulated = self.whole.state, self.accumulated.state
-        return [
-            name
-            for name in self.changed_state
-            if name in accumulated and np.isfinite(whole[name]).all() and not np.isfinite(accumulated[name]).all()
-        ]
-
-    @property
     def changed_outputs(self) -> list[int]:
         """The numbers of outputs that are not the whole batch's; those of shape () are means. Without padding they have
         other shapes."""

@@ -110,13 +110,7 @@ def _problems(evidence: Evidence) -> tuple[bool, list[str]]:
             f"{', '.join(layers)}. For the whole batch's results use nn.GroupNorm or nn.LayerNorm, or "
             f"use_batch_statistics=False."
         )
-    if evidence.lost_statistics:
-        problems.append(
-            f"{', '.join(evidence.lost_statistics)} become(s) NaN for good, because a BatchNorm takes a variance over "
-            f"one value per channel, and only evaluation would show it. Let each micro-batch have two samples or more, "
-            f"or use nn.GroupNorm or nn.LayerNorm."
-        )
-    elif evidence.changed_state and not layers:
+    elif evidence.changed_state:
         problems.append(
             f"The network writes state in 'construct' ({', '.join(evidence.changed_state)}), which then moves once per "
             f"micro-batch; where the loss uses it, errors come from it. Write it once per update: in 'after_update' of "
@@ -128,8 +122,7 @@ def _problems(evidence: Evidence) -> tuple[bool, list[str]]:
             f"the whole batch's: with aux=True each must have the micro-batch's samples along axis 0, or shape (). "
             f"Move the samples of others there, and leave out what is one for the whole batch."
         )
-    explained = bool(layers or problems)
-    couples_samples, problem = _first_problem(evidence, explained)
+    couples_samples, problem = _first_problem(evidence, explained=bool(problems))
     return couples_samples or bool(layers), problems if problem is None else [*problems, problem]
 
 
