@@ -121,16 +121,27 @@ def test_the_facts_of_a_training(record):
         ("skipped updates", "1"),
         ("dropped micro-batches", "2"),
         ("items per second, overall", "8.0"),
-        ("time in windows", "0:00:02"),
+        ("time in windows", "2.0 s"),
     ]
     assert len(page.curves("Loss")) == 1
     assert page.sections["Loss"].count("<use") - page.sections["Gradient norm"].count("<use") == 1, "a point alone"
     assert report(record(line(1), line(1, False))).facts[0] == ("updates", "1"), "the last window made none"
 
 
-def test_a_window_that_compiles_does_not_rule_the_scale(record):
-    (curve,) = report(record(*(line(n, seconds=s) for n, s in enumerate([200, 1, 2, 2], start=1)))).curves("Time")
-    assert np.ptp([y for _, y in curve[1:]]) > 10
+@pytest.mark.parametrize("slow", [[], [1, 5, 6]], ids=["none", "of each start and shape"])
+def test_windows_that_compile_are_marked_and_do_not_rule_the_scale(record, slow):
+    """The windows of a larger size are no slower."""
+    lines = []
+    for n, size in enumerate([2] * 4 + [16] * 4, start=1):
+        seconds = size + n / 10 + 2000 * (n in slow)
+        lines.append(line(n, counted="samples", seconds=seconds, batches=size, count=3.0 * size))
+    page = report(record(*lines))
+    for title, least in (("Samples per second", 20), ("Time", 80)):
+        assert ("<b>×</b> more than 5 times slower than most" in page.sections[title]) == bool(slow)
+        (curve,) = page.curves(title)
+        assert len(curve) == 8 - len(slow)
+        assert np.ptp([y for _, y in curve]) > least, title
+    assert "<b>×</b>" not in page.sections["Loss"]
 
 
 def test_what_was_counted_has_its_word(record):
@@ -152,10 +163,12 @@ def test_what_was_not_recorded_has_no_chart_and_no_fact(record):
 
 
 def test_lines_that_are_no_whole_window_are_left_out(record, capsys):
-    path = record(line(1), line(2)[:9] + "\n", '{"loss": 1}\n', line(3))
+    """One was cut short, one is too deep, and one has true for an update."""
+    deep = f'{{"update": 2, "loss": 1, "counted": {100_000 * "["}{100_000 * "]"}}}\n'
+    path = record(line(1), line(2)[:9] + "\n", deep, '{"update": true, "loss": 1}\n', line(3))
     report(path)
     assert len(read(path).windows) == 2
-    assert capsys.readouterr().err == f"note: {path}: 2 line(s) left out, from line 2 on: no whole window\n"
+    assert capsys.readouterr().err == f"note: {path}: 3 line(s) left out, from line 2 on: no whole window\n"
 
 
 def test_a_resumed_training_replaces_what_came_after_its_checkpoint(record, capsys):
@@ -171,22 +184,31 @@ def test_a_resumed_training_replaces_what_came_after_its_checkpoint(record, caps
     assert capsys.readouterr().err.startswith(f"note: {path}: the training was resumed")
 
 
-def test_a_training_that_began_anew_replaces_the_one_before(record):
-    """Its facts are its own."""
-    first = [line(1), line(2, seconds=5.0, count=5.0), line(2, False), line(3, seconds=5.0, count=5.0)]
+def test_a_training_that_began_anew_is_another_one(record, capsys):
+    """It is not called resumed, and its facts are its own. The first one was resumed."""
+    first = [line(1), line(2, seconds=5.0, count=5.0), line(2, False), line(2, seconds=5.0, count=5.0)]
     path = record(*first, line(1), line(2, seconds=1.0, count=3.0))
     found = read(path)
     assert [window.update for window in found.windows] == [1, 2]
     assert found.windows[-1].lost == (0, 0)
-    facts = report(path).facts
-    assert ("items per second, overall", "3.0") in facts and ("time in windows", "0:00:01") in facts
+    assert found.replaced == []
+    assert [[window.update for window in part] for part in found.earlier] == [[2, 3], [1, 2]]
+    page = report(path)
+    assert ("items per second, overall", "3.0") in page.facts and ("time in windows", "1.0 s") in page.facts
+    assert "stroke-opacity: 0.35" in page.sections["Loss"]
+    note = f"note: {path}: another training has begun in this file; those before it are faint, and not in the facts.\n"
+    assert capsys.readouterr().err == note
 
 
-def test_numbers_that_were_not_finite_are_not_drawn(record):
-    """WindowMonitor writes null for them."""
-    fields = dict.fromkeys(("grad_norm", "count", "seconds", "epoch", "learning_rate"))
-    page = report(record(line(1), line(2, loss=None, loss_terms=[None, 1.0], **fields)))
-    assert list(page.sections) == ["Loss", "Loss terms"]
+def test_numbers_that_no_training_has_are_not_drawn(record):
+    """Also as a number of seconds or items, by which others are divided."""
+    fields = ("loss", "grad_norm", "count", "seconds", "epoch", "loss_terms", "dropped_micro_batches", "learning_rate")
+    lines = []
+    for number in ("1e308", "-1e308", "1" * 400, "5e-324", "1e999", "NaN", '"1"', "[[1]]", "{}", "true"):
+        values = ", ".join(f'"{field}": {number}' for field in fields)
+        lines.append(f'{{"update": {len(lines) + 1}, {values}}}\n')
+    page = report(record(*lines))
+    assert "Loss" in page.sections
     assert not re.search(r'd="[^"]*(nan|inf)', page.text)
 
 
