@@ -19,6 +19,7 @@ from gaccum_ms.backend.parameters import own
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.checkpoint.rank_files import Values
 from gaccum_ms.checks.arguments import first_of
+from gaccum_ms.record.run_record import OF_DATA_SET, RULES
 
 _OF_THE_RATE = (own("rate_steps"), own("rate_factor"))  # what the optimizer's rate is for
 _OF_A_WINDOW = (own("window_unit"), own("window_sums"))
@@ -45,8 +46,8 @@ def check_contents(step: Any, path: Path, values: Values, optimizer: bool) -> No
             * missing.issubset(state)
         )
     # The run's record is the last in a file, so that one that was cut between two Parameters lacks some of it.
-    records = {parameter.name for parameter in step.run_record.get_parameters()}
-    records |= _of_window(step, values)
+    records = {parameter.name for parameter in step.run_record.get_parameters()} - OF_DATA_SET
+    records |= _of_window(step, path, values)
     if missing := records - values.keys() if ours else set():
         raise ValueError(
             f"For 'resume', a checkpoint of a step of gaccum_ms must have the step's counts and the open window's "
@@ -89,12 +90,15 @@ def _kind(dtype: Any) -> str:
     return str(dtype).lower().rstrip("0123456789_").replace("bfloat", "float")
 
 
-def _of_window(step: Any, values: Values) -> set[str]:
+def _of_window(step: Any, path: Path, values: Values) -> set[str]:
     """The names of an open window's Parameters that a file must have; none if its window is empty."""
     if not values.get(own("window_position")):
         return {own("window_position"), own("update_count")}
-    if not step.run_record.resumes_windows:
-        return set()  # a window in semi-auto mode, which the run's record refuses
+    rule = int(values.get(own("window_rule"), 0))
+    if rule < 0:
+        raise ValueError(f"For 'resume', 'window_rule' must not be negative, but got {rule} in '{path}'.")
+    if rule >= len(RULES) or not step.run_record.resumes_windows:
+        return set()  # an earlier version's sharded sums, or a window in semi-auto mode: the run's record refuses both
     prefixes = [PREFIX]
     if any(name.startswith(COMPENSATION_PREFIX) for name in values):  # optional, but all or none
         prefixes.append(COMPENSATION_PREFIX)

@@ -222,7 +222,8 @@ def _factor_of_ranks(rule: int, saved: Run, here: Run) -> Fraction:
     ranks are summed, and that of a sum, if they are averaged."""
     if ms.get_auto_parallel_context("parallel_mode") != ms.ParallelMode.DATA_PARALLEL:
         return Fraction(1)  # a single process need not have the other ranks' gradients_mean
-    averages, weighs_by = ms.get_auto_parallel_context("gradients_mean"), RULES[rule]
+    # Earlier versions had rules of sharded accumulators after these, in the same order.
+    averages, weighs_by = ms.get_auto_parallel_context("gradients_mean"), RULES[rule % len(RULES)]
     if weighs_by in ("samples", "batches") and not averages:
         return Fraction(here.ranks, saved.ranks)
     if weighs_by == "sums" and averages:

@@ -18,6 +18,8 @@ from gaccum_ms.backend.parameters import counter, of_this_rank, overwrite, overw
 from gaccum_ms.distributed.layout import rank_and_ranks
 
 SAME_ON_ALL_RANKS, OTHER_ON_OTHER_RANKS = 1, 2  # the order of a data set's samples; 0: not known
+# Checkpoints of earlier versions lack these.
+OF_DATA_SET = {own(name) for name in ("epoch_samples", "batch_samples", "sample_order")}
 RULES = ("samples", "counts", "sums", "batches")  # how micro-batches are weighted; "batches": equally
 
 
@@ -86,6 +88,10 @@ class RunRecord(nn.Cell):
         """Note a batch, which may come from no data set that is known here."""
         self.seen_samples = max(self.seen_samples, samples)
 
+    def end_training(self) -> None:
+        """Called when it has ended."""
+        self.training_ended = True
+
     def keep_state(self) -> None:
         """Keep for the next checkpoint what is not in Parameters: the default generator's state, and the samples of a
         batch."""
@@ -140,6 +146,12 @@ class RunRecord(nn.Cell):
                 f"which a step of single batches cannot finish, but got a checkpoint with accumulation_steps={steps} "
                 f"and a cell with accumulation_steps={self.own_steps}. Load it by gaccum_ms.resume, or give the cell "
                 f"accumulation_steps > 1."
+            )
+        if rule >= len(RULES):
+            raise ValueError(
+                f"For '{self.owner}', a checkpoint that was saved in a window, here {batches} batch(es) after its "
+                f"beginning, must have the whole sums, but got one of an earlier version with sharded accumulators. "
+                f"Load a checkpoint between two windows."
             )
         if (rank, ranks) != (self.rank, self.ranks):
             raise ValueError(

@@ -142,10 +142,12 @@ def test_one_warning_says_in_what_the_next_updates_differ(make, message):
 def test_a_gradient_that_grows_with_the_ranks_is_warned_of(rule, mean, factor):
     """From four ranks to two: as in MindSpore's own step, ranks are averaged or summed, whatever the loss is."""
     values = checkpoint(4, 2, 2, slices(2, 4), rule=rule)
+    older = values | {own("window_rule"): values[own("window_rule")] + len(RULES)}  # when sharded, once
     mode, mean_before = (ms.get_auto_parallel_context(name) for name in ("parallel_mode", "gradients_mean"))
     ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=mean)
     try:
         warning = warning_of(values, 2, 2, slices(4, 2))
+        assert warning_of(older, 2, 2, slices(4, 2)) == warning
     finally:
         ms.set_auto_parallel_context(parallel_mode=mode, gradients_mean=mean_before)
     assert (f"gradients_mean={mean} makes their gradients {factor} times" in warning) == bool(factor)

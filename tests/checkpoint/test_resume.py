@@ -15,6 +15,7 @@ from mindspore import Tensor, nn, train
 from mindspore.dataset import NumpySlicesDataset
 
 from gaccum_ms import Accumulators, CountMask, FlushAccumulation, TrainOneStepWithGradAccumulationCell, resume
+from gaccum_ms.record.run_record import OF_DATA_SET
 from tests.checkpoint import resume_worker
 from tests.checkpoint.resume_worker import BATCHES, EPOCHS, Seen, everything, make_data_set, make_model
 from tests.support import paths
@@ -240,6 +241,7 @@ def assert_refused(step, action, error, message) -> None:
         (lambda values: values.update(out=values["out"].astype(int)), "kind .* out of Float32, and int64"),
         (lambda values: values.update(out=values["out"][:-1]), r"out of shape \(8,\), and \(7,\) in '.*edited.ckpt'"),
         (claiming(epoch_batches=7), r"got 6 an epoch .* 1 rank\(s\), where the checkpoint has 7 on each of 1"),
+        (claiming(window_rule=4), "must have the whole sums, but got one .* with sharded accumulators"),
         (claiming(rate_factor=3), r"must be without a factor of AdaScale, .* with the rate times 3\."),
     ],
 )
@@ -348,8 +350,8 @@ def test_without_the_optimizer_all_else_goes_on(tmp_path, pynative):
     assert float(step.optimizer.learning_rate.asnumpy()) == 0.25
     kept = {parameter.name for parameter in step.optimizer.get_parameters()} - {w.name for w in step.weights}
     loaded, source = everything(step), everything(saved)
-    of_data_set = ("epoch_batches", "epoch_samples", "batch_samples", "sample_order")  # the other step has seen none
-    names = loaded.keys() & source.keys() - kept - {f"gaccum_ms.{name}" for name in of_data_set}
+    of_data_set = OF_DATA_SET | {step.run_record.epoch_batches.name}  # the other step has seen none
+    names = loaded.keys() & source.keys() - kept - of_data_set
     assert {"out", "accu_grads.out", "gaccum_ms.window_sums", "gaccum_ms.batch_count"} <= names
     assert_identical({name: loaded[name] for name in names}, {name: source[name] for name in names})
     with pytest.raises(TypeError, match="the argument 'optimizer' must be a bool, but got 1"):
