@@ -10,9 +10,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import re
-import shlex
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -45,20 +42,6 @@ def missing_packages() -> list[str]:
     """Return the packages of the extra ``gpu`` whose libraries are not installed."""
     found = {path.name for path in _libraries()}
     return [package for library, package in LIBRARIES.items() if library not in found]
-
-
-def wrong_cuda_home(env: Mapping[str, str]) -> str:
-    """Return why MindSpore's back end refuses the ``CUDA_HOME`` of an environment, or an empty string."""
-    home = env.get("CUDA_HOME")
-    if not home:
-        return ""
-    version = re.search(r"release (\d+)\.(\d+)", subprocess.getoutput(shlex.join([f"{home}/bin/nvcc", "--version"])))
-    needed = f"MindSpore's back end needs CUDA {CUDA_VERSION.partition('.')[0]}"
-    if version is None:
-        return f"CUDA_HOME={home} has no bin/nvcc that tells its version, and {needed}"
-    if version[1] != CUDA_VERSION.partition(".")[0]:
-        return f"CUDA_HOME={home} is CUDA {version[1]}.{version[2]}, and {needed}"
-    return ""
 
 
 def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:

@@ -68,7 +68,7 @@ class Job(NamedTuple):
                 except LaunchError as error:
                     following = self.restarts and self.restarts.after(cluster, error, time.monotonic() - begin)
                     if not following:
-                        why = "\n".join(filter(None, [str(error), logs.why_lost(cluster, self.log_dir)]))
+                        why = "\n".join(filter(None, [str(error), logs.why_full(self.log_dir)]))
                         raise LaunchError(why, error.code, error.rank, error.since) from None
                     cluster = following
 
@@ -98,7 +98,6 @@ class Job(NamedTuple):
                     if time.monotonic() - looked > LOOK_SECONDS:
                         looked = time.monotonic()
                         ranks.look()
-                        reports.send(ranks.running() if ranks.over else (), guard.ASK)
                     more = self._shows(stdout)
                     ranks.check()
                     if time.monotonic() > deadline:
@@ -106,7 +105,7 @@ class Job(NamedTuple):
                         raise LaunchError(f"time ran out: {late}; all were ended.", 124)
                     if len(ranks.over) == cluster.size and not left:
                         left = True
-                        reports.send(cluster.local_ranks, guard.LET_GO)
+                        reports.let_go(cluster.local_ranks)
                     ranks.note_over((yield cluster, frozenset(ranks.over)) or ())
                 while self._shows(stdout):
                     yield cluster, frozenset(ranks.over)
@@ -114,8 +113,7 @@ class Job(NamedTuple):
                 with signals_ignored():
                     others = guard.end_all(job, END_SECONDS, roots=roots)
                     for keeper in keepers:
-                        with keeper:
-                            pass
+                        keeper.wait()
                 if others:
                     say(f"note: other users' processes were not ended: {sorted(others)}\n")
                 if (left_out := os.fstat(stdout.fileno()).st_size - stdout.tell() - SHOWN_BYTES) > 0:
@@ -158,9 +156,9 @@ def signals_ignored() -> Iterator[None]:
 
 
 def _spawn(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen:
-    """Start a keeper, which runs a command. When this process ends, its standard input does too."""
+    """Start a keeper, which runs a command."""
     command = [sys.executable, "-I", guard.__file__, "--keep", *command]
     with log.open("wb") as output:
         return subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -82,15 +82,6 @@ def mark(folder: Path) -> None:
     (folder / MARK).write_text("The next launch with the same --log-dir replaces this folder.\n")
 
 
-def why_lost(cluster: Cluster, log_dir: Path) -> str:
-    """Why logs of this attempt are lost, or an empty string: a folder was removed while ranks ran, or takes no more."""
-    ranks = [rank_folder(log_dir, rank, cluster.attempt) for rank in cluster.local_ranks]
-    for folder in (log_dir, log_dir / str(cluster.attempt), *ranks):
-        if not folder.is_dir():
-            return f"the log folder '{folder}' is missing: it was removed while the ranks ran. Keep it until all end."
-    return why_full(log_dir)
-
-
 def why_full(log_dir: Path) -> str:
     """Why the log folder takes no more data, or an empty string. Ranks that cannot write fail without an error."""
     try:

@@ -14,7 +14,7 @@ from gaccum_ms.launch.dry_run import FORMS
 
 LOCAL = Cluster.master_addr
 OF_MSRUN = ("rank_table_file", "bind_core")
-OF_ALL_HOSTS = ("launcher", "timeout", "start_timeout", "end_timeout", "max_restarts", "min_processes", *OF_MSRUN)
+OF_ALL_HOSTS = ("launcher", "timeout", "start_timeout", "max_restarts", "min_processes", *OF_MSRUN)
 FOR_RAY = ("ray_address", "ray_resources", "ray_working_dir", "checkpoints")
 BY_HAND = ("node_rank", "master_addr", "master_port")
 
@@ -35,6 +35,8 @@ def parse(argv: list[str], prog: str = "python -m gaccum_ms.launch") -> argparse
         parser.refuse(options.nodes not in (1, len(options.hosts)), wrong)
         options.nodes = len(options.hosts)
         options.master_addr = options.hosts[0] if options.master_addr == LOCAL else options.master_addr
+    without = options.dry_run == "openmpi" and not options.hosts
+    parser.refuse(without, "--dry-run openmpi needs --hosts, the names of the hosts, from host 0 on")
     _check(parser, options)
     _check_restarts(parser, options)
     if options.dry_run or (options.nodes > 1 and not options.on):
@@ -52,7 +54,7 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
     refuse, nodes, table = parser.refuse, options.nodes, options.rank_table_file
     refuse(options.processes < 1, f"--processes must be at least 1, but got {options.processes}")
     refuse(not Path(options.script).is_file(), f"no such script: {options.script}")
-    for name in ("timeout", "start_timeout", "end_timeout"):
+    for name in ("timeout", "start_timeout"):
         value = getattr(options, name)
         wrong = f"{_option(name)} must be a finite number of seconds, at least 0, but got {value:g}"
         refuse(not 0 <= value < math.inf, wrong)
@@ -112,8 +114,6 @@ def _parser(prog: str) -> Parser:
     add = functools.partial(add, type=float, metavar="S")
     add("--timeout", default=0, help="end all ranks after this time (default: never)")
     add("--start-timeout", default=600, help="end all ranks if one has not come by then (default: 600)")
-    still = "once a rank has ended, end the others if they stand still for so long (default: 15; 0: never)"
-    add("--end-timeout", default=15, help=still)
 
     add = parser.add_argument_group("restarts after a rank has failed").add_argument
     add = functools.partial(add, type=int, default=0)
@@ -137,7 +137,7 @@ def _parser(prog: str) -> Parser:
     add("--master-port", type=int, default=0, metavar="PORT", help=port)
 
     add = parser.add_argument_group("print a script instead of starting anything").add_argument
-    add("--dry-run", choices=FORMS, help="print a script of bash that starts all ranks by these means")
+    add("--dry-run", choices=FORMS, help="print a script of bash that starts the launcher on each host by these means")
     hosts = "with --dry-run: the names of the hosts"
     add("--hosts", type=lambda text: [*filter(None, text.split(","))], default=[], metavar="HOST,HOST", help=hosts)
 
