@@ -60,17 +60,17 @@ def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
         for name in (library.name, *with_version):
             (libraries / name).unlink(missing_ok=True)
             (libraries / name).symlink_to(library)
-    plugins = folders("mindspore")[0] / "lib" / "plugin"
+    plugins = _folders("mindspore")[0] / "lib" / "plugin"
     search = [libraries, plugins / f"gpu{major}.{minor}", plugins / "gpu", *filter(None, [env.get("LD_LIBRARY_PATH")])]
     return {"CUDA_HOME": str(folder), "LD_LIBRARY_PATH": os.pathsep.join(map(str, search))}
 
 
 def _libraries() -> list[Path]:
     """The shared libraries in NVIDIA's packages."""
-    return sorted(library for folder in folders("nvidia") for library in folder.glob("*/lib/*.so*"))
+    return sorted(library for folder in _folders("nvidia") for library in folder.glob("*/lib/*.so*"))
 
 
-def folders(name: str) -> list[Path]:
+def _folders(name: str) -> list[Path]:
     """All folders of a package: NVIDIA's may be in several environments, one based on the other."""
     spec = importlib.util.find_spec(name)
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]

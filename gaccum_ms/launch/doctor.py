@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +37,6 @@ PACKAGES = (  # what pip installs, the first version that is right and the first
     ("psutil", [0], [1000], ""),
     (MINDSPORE, [2, 7, 2], [2, 11], ", {}supported (gaccum_ms needs 2.7.2 to 2.10)"),
 )
-COLUMNS = 80
 # These import nothing of ours, so their failures are MindSpore's.
 COMPUTES = """
 import sys, mindspore as ms
@@ -125,13 +123,6 @@ def check_ranks() -> Finding:
     return Finding("AllReduce", f"fails on 2 processes:\n{done.stderr}", "see the error above")
 
 
-def _lines(finding: Finding) -> str:
-    """A finding as text that fits a terminal; what a program said stays as it is."""
-    first, *said = finding.text.split("\n")
-    wrapped = textwrap.wrap(first, COLUMNS - 11, break_long_words=False, break_on_hyphens=False) or [""]
-    return "\n".join([f"{finding.name:10} " + f"\n{' ' * 11}".join(wrapped), *said])
-
-
 def _run(arguments: list[str], env: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess:
     command = [sys.executable, *arguments]
     try:
@@ -154,7 +145,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch.
     failed: list[Finding] = []
     try:
         for finding in _findings(failed):
-            show(f"{_lines(finding)}\n")
+            show(f"{finding.name:10} {finding.text}\n")
             failed += [finding] if finding.remedy else []
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
