@@ -127,24 +127,22 @@ def resume(
         raise ValueError("For 'resume', the argument 'checkpoint' must be at least one file, but got none.")
     folder = paths[0] if len(paths) == 1 and _is_folder(paths[0]) else None
     _check_suffixes([] if folder else paths)
+    read = functools.lru_cache(maxsize=1)(functools.partial(_read, step, optimizer=optimizer))
     step.check_names_and_refresh_name()  # as before the first batch, which the checkpoint is from after
     with whole_state(step.optimizer):
         if folder:
             resumes_windows = step.run_record.resumes_windows
             # In semi-auto and auto parallel mode the record says one rank, but all devices choose together.
             ranks = step.run_record.ranks if resumes_windows else group_size_or_1()
-            read = functools.partial(_read, step, optimizer=optimizer)
             paths = newest_checkpoint(folder, ranks, read, in_windows=resumes_windows)
         if paths:
-            return _go_on(step, paths, data_set, optimizer)
+            return _go_on(step, [(path, read(path)) for path in paths], data_set, optimizer)
     if data_set is not None and counts_quickly(data_set):
         step.run_record.note_data_set(epoch_of(data_set, step.run_record.ranks))
     return 0
 
 
-def _go_on(step: Any, paths: Sequence[Path], data_set: Any, optimizer: bool) -> int:
-    files = [(path, _read(step, path, optimizer)) for path in paths]
-    _refuse_rate_factor(files)
+def _go_on(step: Any, files: list[tuple[Path, Values]], data_set: Any, optimizer: bool) -> int:
     record = step.run_record
     values = of_rank(files, record.rank, record.ranks)
     batches = int(values.get(own("window_position"), 0))
@@ -209,18 +207,6 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
     own = schedules(parameter.name for parameter in step.get_parameters())
     names = dict(zip(schedules(values), own, strict=False))
     return {names.get(name, name): value for name, value in values.items()}
-
-
-def _refuse_rate_factor(files: list[tuple[Path, Values]]) -> None:
-    """Version 0.1's AdaScale kept a factor in the optimizer's rate, which nothing would remove."""
-    for path, values in files:
-        factor = float(values.get(own("rate_factor"), 1.0))
-        if factor != 1.0:
-            raise ValueError(
-                f"For 'resume', the learning rate of a checkpoint must be without a factor of AdaScale, which this "
-                f"version lacks, but got '{path}' with the rate times {factor:g}. Finish that training with the "
-                f"version that began it, or load the network alone by mindspore.load_param_into_net."
-            )
 
 
 def _warn_of_schedulers(accumulator: GradAccumulator, values: Values) -> None:
