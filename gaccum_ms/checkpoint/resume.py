@@ -198,11 +198,9 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
     """The values, with this process's names of learning-rate schedules. Each process numbers its schedules in order of
     creation, so the step's first schedule is the checkpoint's first."""
 
-    def number(name: str) -> int:
-        return int(name.rpartition(".")[2])
-
     def schedules(names: Iterable[str]) -> list[str]:
-        return sorted((name for name in names if MULTIPLIER_PREFIX in name), key=number)
+        found = [name for name in names if MULTIPLIER_PREFIX in name]
+        return sorted(found, key=lambda name: int(name.rpartition(".")[2]))
 
     own = schedules(parameter.name for parameter in step.get_parameters())
     names = dict(zip(schedules(values), own, strict=False))

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 
 JOB = "GACCUM_MS_JOB"  # marks all processes of one attempt, and names the launcher's socket
@@ -157,44 +157,35 @@ def adopt_orphans() -> None:
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def children() -> set[int]:
-    """The children of this process."""
-    return {pid for pid, parent in _parents().items() if parent == os.getpid()}
-
-
 def _parents() -> dict[int, int]:
     """The parent of each process that has not ended. One with threads that have not ended has not either: they may
     still use a device."""
-    parents = {}
+    parent_of = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             state, parent, *others = (path / "stat").read_bytes().rpartition(b")")[2].split()
             if state not in (b"Z", b"X") or int(others[15]) > 1:
-                parents[int(path.name)] = int(parent)
-    return parents
+                parent_of[int(path.name)] = int(parent)
+    return parent_of
 
 
-def end_all(
-    job: str,
-    grace_seconds: float = 0.0,
-    guards: bool = True,
-    roots: Callable[[], set[int]] = lambda: {os.getpid()},
-) -> set[int]:
-    """End the processes of a launch: those in the trees of `roots` , but not this one, and those that have the launch's
-    environment variable. They get SIGTERM, and SIGKILL `grace_seconds` later, until none is left.
+def end_all(job: str, grace_seconds: float = 0.0, guards: bool = True, spared: Collection[int] = ()) -> set[int]:
+    """End the processes of a launch: those below this one, but not below its children `spared` , and those that have
+    the launch's environment variable. They get SIGTERM, and SIGKILL `grace_seconds` later, until none is left.
 
     Guards, keepers, msrun and mpirun come last, if at all: if this process is killed meanwhile, they end the rest. For
-    that they must be in a tree of `roots` : another keeper still has its own work. Return the processes of other users,
-    which this one may not end.
+    that they must be below this one: another keeper still has its own work. Return the processes of other users, which
+    this one may not end.
     """
     kill_from, mark = time.monotonic() + grace_seconds, f"{JOB}={job}".encode()
     looks, others = 0, {os.getpid()}
     while looks < 2:  # a look can miss a process whose parent ends meanwhile
-        parents, ours = _parents(), roots()
-        while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        parent_of = _parents()
+        ours = {pid for pid, parent in parent_of.items() if parent == os.getpid()}.difference(spared)
+        while more := {pid for pid, parent in parent_of.items() if parent in ours} - ours:
             ours |= more
         left: dict[bool, list[int]] = {True: [], False: []}  # by whether they are guards
-        for pid in parents.keys() - others:
+        for pid in parent_of.keys() - others:
             is_guard = GUARDS in _read(pid, "cmdline")
             if pid in ours or (not is_guard and mark in _read(pid, "environ").split(b"\0")):
                 left[is_guard].append(pid)

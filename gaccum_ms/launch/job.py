@@ -74,17 +74,14 @@ class Job(NamedTuple):
 
     def _attempt(self, cluster: Cluster, deadline: float) -> Steps:
         """One attempt: all ranks of this host, from their start to their end."""
+        import psutil
+
         ranks, looked, left = Ranks(cluster, self.log_dir), time.monotonic(), False
         logs.make_folders(cluster, self.log_dir)
         first = logs.rank_folder(self.log_dir, cluster.local_ranks[0], cluster.attempt) / "stdout"
         job, keepers = uuid.uuid4().hex, list[subprocess.Popen]()
         guard.adopt_orphans()  # those of a keeper that is killed
-        before = guard.children()  # of this process, as `command & exec gaccum-ms run` leaves them
-
-        def roots() -> set[int]:
-            alive = {keeper.pid for keeper in keepers if keeper.poll() is None}
-            return alive if len(alive) == len(keepers) else guard.children() - before
-
+        not_ours = {child.pid for child in psutil.Process().children()}  # as `command & exec gaccum-ms run` leaves them
         with contextlib.closing(Reports(job)) as reports, first.open("a+b") as stdout:
             try:
                 self._start(cluster, job, keepers)
@@ -111,7 +108,7 @@ class Job(NamedTuple):
                     yield cluster, frozenset(ranks.over)
             finally:
                 with signals_ignored():
-                    others = guard.end_all(job, END_SECONDS, roots=roots)
+                    others = guard.end_all(job, END_SECONDS, spared=not_ours)
                     for keeper in keepers:
                         keeper.wait()
                 if others:
