@@ -96,7 +96,7 @@ class Ranks:
     def _why_failed(self, rank: int, code: int) -> LaunchError:
         """The error when this rank's process has failed. The cause may be a rank that failed or ended before."""
         now = since = time.monotonic()
-        earlier = min(self._fails, key=lambda other: self._fails[other][1], default=rank)
+        earlier = next(iter(self._fails), rank)
         if earlier != rank:
             rank, (code, since) = earlier, self._fails[earlier]
         why = f"{self._names([rank])} failed with {_exit_code(code)}"
