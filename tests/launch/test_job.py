@@ -44,7 +44,7 @@ def test_each_rank_has_its_own_logs_and_rank_0_is_shown_while_it_runs(tmp_path):
     done = launched.finish()
     assert done.returncode == 0, done.stderr
     logs = script.parent / "my logs" / "1"
-    assert sorted(path.name for path in logs.iterdir()) == ["rank.0", "rank.1", "rank.2"]
+    assert sorted(path.name for path in logs.glob("rank.*")) == ["rank.0", "rank.1", "rank.2"]
     for rank in range(3):
         assert (logs / f"rank.{rank}" / "stdout").read_text() == f"out {rank} ['--two words', 'b c']\nTrue\n"
         assert (logs / f"rank.{rank}" / "stderr").read_text() == f"err {rank}\n"
