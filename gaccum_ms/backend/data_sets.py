@@ -43,6 +43,15 @@ def counts_quickly(data_set: Any) -> bool:
     return isinstance(data_set, ms.dataset.MappableDataset) and getattr(data_set, "source_len", 0) != -1
 
 
+def samples_of_first_batch(data_set: Any) -> int:
+    """The length of the first axis of the first batch, which is read for it, if the source itself yields batches;
+    else 0."""
+    if _batching(data_set) is not None:
+        return 0
+    shapes = data_set.output_shapes()
+    return int(shapes[0][0]) if shapes and shapes[0] else 0
+
+
 def _batching(data_set: Any) -> Any:
     """The operation that makes batches of rows; None if the source itself yields batches."""
     while type(data_set).__name__ not in _BATCHES:

@@ -21,7 +21,7 @@ import numpy as np
 
 from gaccum_ms.accumulation import accumulators
 from gaccum_ms.accumulation.sums import BATCHES, COUNT, LOSS
-from gaccum_ms.backend.data_sets import EpochOfRank, epoch_of
+from gaccum_ms.backend.data_sets import EpochOfRank, epoch_of, samples_of_first_batch
 from gaccum_ms.backend.parameters import own
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.checkpoint.rank_files import Values, origin
@@ -67,7 +67,7 @@ def counted_here(files: list[tuple[Path, Values]], values: Values, record: RunRe
     epoch = epoch_of(data_set, record.ranks)
     batches, samples, batch, _ = epoch
     here = Run(record.ranks, record.own_steps, batch, batches, record.ranks * samples)
-    saved, here = _in_one_unit(saved, here)
+    saved, here = _in_one_unit(saved, here, data_set)
     _check_epoch(saved, here)
     position = _position(files, values, saved, here)
     ratio = Fraction(saved.all_batches, here.all_batches) if saved.update == here.update else Fraction(1)
@@ -95,10 +95,10 @@ def _without_data_set(values: Values, saved: Run, ranks: int) -> Values:
     return values | {own(name): np.array(value, np.int64) for name, value in new.items()}
 
 
-def _in_one_unit(saved: Run, here: Run) -> tuple[Run, Run]:
+def _in_one_unit(saved: Run, here: Run, data_set: Any) -> tuple[Run, Run]:
     """Both in samples; in batches, if the samples of one's batches are not known."""
     if saved.epoch_batches and not saved.epoch:  # `batch` is the largest that the step had, and others may differ
-        saved = saved._replace(batch=0)
+        saved, here = _by_whole_batches(saved, here, data_set)
     elif not saved.epoch_batches and saved.ranks == here.ranks:  # a loop, which may make several of a data set's
         saved = saved._replace(batch=here.batch)
     if not (saved.batch and here.batch):
@@ -108,6 +108,18 @@ def _in_one_unit(saved: Run, here: Run) -> tuple[Run, Run]:
     if not saved.epoch_batches:  # a loop of the user's, which had this data set
         saved = saved._replace(epoch_batches=-(-here.epoch // saved.all_batches), epoch=here.epoch)
     return saved, here
+
+
+def _by_whole_batches(saved: Run, here: Run, data_set: Any) -> tuple[Run, Run]:
+    """Both with their samples, if these alone explain the number of batches: all ranks' batches have as many."""
+    as_many_batches = saved.ranks * saved.epoch_batches == here.ranks * here.epoch_batches
+    batch = 0 if as_many_batches else here.batch or samples_of_first_batch(data_set)
+    if here.ranks * batch != saved.all_batches:
+        batch = 0
+    return (
+        saved._replace(epoch=saved.epoch_batches * saved.all_batches),
+        here._replace(batch=batch, epoch=here.epoch_batches * here.ranks * batch),
+    )
 
 
 def _check_epoch(saved: Run, here: Run) -> None:

@@ -143,6 +143,7 @@ def resume(
 
 
 def _go_on(step: Any, files: list[tuple[Path, Values]], data_set: Any, optimizer: bool) -> int:
+    _refuse_rate_factor(files)
     record = step.run_record
     values = of_rank(files, record.rank, record.ranks)
     batches = int(values.get(own("window_position"), 0))
@@ -205,6 +206,18 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
     own = schedules(parameter.name for parameter in step.get_parameters())
     names = dict(zip(schedules(values), own, strict=False))
     return {names.get(name, name): value for name, value in values.items()}
+
+
+def _refuse_rate_factor(files: list[tuple[Path, Values]]) -> None:
+    """Version 0.1's AdaScale kept a factor in the optimizer's rate, which nothing would remove."""
+    for path, values in files:
+        factor = float(values.get(own("rate_factor"), 1.0))
+        if factor != 1.0:
+            raise ValueError(
+                f"For 'resume', the learning rate of a checkpoint must be without a factor of AdaScale, which this "
+                f"version lacks, but got '{path}' with the rate times {factor:g}. Finish that training with the "
+                f"version that began it, or load the network alone by mindspore.load_param_into_net."
+            )
 
 
 def _warn_of_schedulers(accumulator: GradAccumulator, values: Values) -> None:

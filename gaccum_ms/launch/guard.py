@@ -241,7 +241,8 @@ def _show(error: BaseException) -> int:
     """Print an exception that ends a script as Python does, and return the exit code."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
-            return (error.code or 0) & 0xFF
+            code = error.code or 0
+            return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF  # what is no `long` is -1 to Python
         print(error.code, file=sys.stderr, flush=True)
         return 1
     traceback = error.__traceback__ and error.__traceback__.tb_next  # without our own line, which is first

@@ -14,7 +14,7 @@ from gaccum_ms.launch.dry_run import FORMS
 
 LOCAL = Cluster.master_addr
 OF_MSRUN = ("rank_table_file", "bind_core")
-OF_ALL_HOSTS = ("launcher", "timeout", "start_timeout", "max_restarts", "min_processes", *OF_MSRUN)
+OF_ALL_HOSTS = ("launcher", "timeout", "start_timeout", "end_timeout", "max_restarts", "min_processes", *OF_MSRUN)
 FOR_RAY = ("ray_address", "ray_resources", "ray_working_dir", "checkpoints")
 BY_HAND = ("node_rank", "master_addr", "master_port")
 
@@ -54,7 +54,7 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
     refuse, nodes, table = parser.refuse, options.nodes, options.rank_table_file
     refuse(options.processes < 1, f"--processes must be at least 1, but got {options.processes}")
     refuse(not Path(options.script).is_file(), f"no such script: {options.script}")
-    for name in ("timeout", "start_timeout"):
+    for name in ("timeout", "start_timeout", "end_timeout"):
         value = getattr(options, name)
         wrong = f"{_option(name)} must be a finite number of seconds, at least 0, but got {value:g}"
         refuse(not 0 <= value < math.inf, wrong)
@@ -114,6 +114,8 @@ def _parser(prog: str) -> Parser:
     add = functools.partial(add, type=float, metavar="S")
     add("--timeout", default=0, help="end all ranks after this time (default: never)")
     add("--start-timeout", default=600, help="end all ranks if one has not come by then (default: 600)")
+    others = "once a rank has ended, the others have so long to end (default: 3600; 0: for ever)"
+    add("--end-timeout", default=3600, help=others)
 
     add = parser.add_argument_group("restarts after a rank has failed").add_argument
     add = functools.partial(add, type=int, default=0)

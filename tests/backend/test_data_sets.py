@@ -9,7 +9,7 @@ import pytest
 from mindspore import dataset
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 
-from gaccum_ms.backend.data_sets import counts_quickly, epoch_of
+from gaccum_ms.backend.data_sets import counts_quickly, epoch_of, samples_of_first_batch
 
 ROWS = 22
 X = np.arange(ROWS, dtype=np.float32)
@@ -63,7 +63,9 @@ def test_what_depends_on_the_number_of_ranks_in_the_order_of_samples(data_set, r
     assert bool(order) == bool(got)
 
 
-def test_rows_are_counted_only_where_none_is_read_for_it():
+def test_rows_and_a_first_batch_are_read_only_where_nothing_else_tells():
     assert counts_quickly(slices().shuffle(4).batch(4))
     assert not counts_quickly(slices().filter(lambda x: x > 3).batch(4))
     assert not counts_quickly(GeneratorDataset(one_by_one, ["x"]).batch(4))
+    assert samples_of_first_batch(GeneratorDataset([(np.ones((5, 2)),)] * 3, ["x"])) == 5
+    assert samples_of_first_batch(slices().batch(4)) == 0

@@ -130,6 +130,7 @@ def test_a_guard_that_cannot_write_logs_reports_a_failed_rank(tmp_path):
         "1 / 0",
         "sys.exit('no such thing')",
         "sys.exit(300)",
+        "sys.exit(10**30)",
         "1 +",
         "sys.stdout.close()\nsys.stderr.close()\nsys.exit(3)",
     ],

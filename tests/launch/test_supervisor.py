@@ -1,11 +1,13 @@
-"""Which rank is named when ranks end, fail, or stop, decided from messages alone."""
+"""Which rank is named when ranks end or fail, decided from messages alone."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import subprocess
+import time
 
 import psutil
 import pytest
@@ -41,6 +43,20 @@ def test_a_rank_that_fails_after_another_ended_is_not_blamed_alone(tmp_path, mon
     monkeypatch.setattr("gaccum_ms.launch.supervisor.LONG_OVER_SECONDS", 1000.0)
     said = why(tmp_path, {"rank": 1, "at_end": True}, {"rank": 0, "code": 1})
     assert said == "rank 0 failed with exit code 1; all ranks were ended.", "they ended together"
+
+
+def test_once_a_rank_has_ended_the_others_have_the_end_timeout(tmp_path):
+    for seconds, ends in ((0, False), (3600, False), (1e-9, True)):
+        ranks = Ranks(Cluster(processes=3, master_port=1, end_timeout=seconds), tmp_path)
+        ranks.check()
+        ranks.note({"rank": 1, "at_end": True})
+        time.sleep(0.01)
+        what = r"^rank 1 ended with exit code 0, and rank 0, rank 2 did not within 1e-09 s \(--end-timeout\); all ranks"
+        with pytest.raises(LaunchError, match=what) if ends else contextlib.nullcontext():
+            ranks.check()
+        ranks.note({"rank": 0, "at_end": True})
+        ranks.note({"rank": 2, "code": 0})
+        ranks.check()
 
 
 def test_a_rank_whose_guard_is_killed_is_named(tmp_path):
