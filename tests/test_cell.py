@@ -97,7 +97,7 @@ def test_assigned_options_are_checked_when_a_step_is_built():
     for assigned, message in (
         ({"micro_batch_size": 2}, "exactly one of 'micro_size'"),
         ({"reduction": "Mean"}, "'reduction' must be one of"),
-        ({"overflow": "drop_micro_batch", "loss_weights": (1.0, 0.5)}, "divides what is left by its count"),
+        ({"overflow": "drop_micro_batch", "loss_weights": (1.0, 0.5)}, "several losses .* got overflow='drop_m"),
     ):
         cell = GradAccumulationCell(loss_cell(), 2)
         for option, value in assigned.items():

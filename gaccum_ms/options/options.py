@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from gaccum_ms.options.accumulators import Accumulators, check_accumulators
 from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of, check_micro_batch_size
 from gaccum_ms.splitting.even_split import EvenSplit
 from gaccum_ms.splitting.splitter import check_split, splitter_of
-from gaccum_ms.transforms.chain import clips_before_spikes, name_of, sees_parts
 
 
 class Option(NamedTuple):
@@ -78,16 +76,6 @@ class Options:
             object.__setattr__(self, "accumulators", Accumulators())
 
     @property
-    def seeing_more_than_elements(self) -> str:
-        """The transforms that must not get parts of gradients, by name; empty if there are none."""
-        return ", ".join(name_of(transform) for transform in self.transforms if not sees_parts(transform))
-
-    @property
-    def clips_before_spikes(self) -> bool:
-        """Whether a SkipSpikes gets a gradient that is clipped by its norm."""
-        return clips_before_spikes(self.max_grad_norm not in (None, math.inf), self.transforms)
-
-    @property
     def shared(self) -> tuple[int, ...]:
         """The positions of inputs that are not cut."""
         return tuple(self.split.shared) if isinstance(self.split, EvenSplit) else ()
@@ -118,11 +106,6 @@ class Options:
         if self.splits_in_python:
             return self.split.auto
         return self.micro_batch_size if self.finds_size else None
-
-    @property
-    def finds_tokens(self) -> bool:
-        """Whether the training step finds how many tokens that function puts into a micro-batch."""
-        return self.splits_in_python and self.auto is not None
 
     @property
     def losses(self) -> int:

@@ -46,6 +46,7 @@ in it. The loop's body is compiled once, so compile time and memory do not grow 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,9 +65,10 @@ from gaccum_ms.cell import cell_with_loss
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.distributed.ranks import broadcast_parameters
+from gaccum_ms.distributed.stages import stages
 from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.options import compatibility
-from gaccum_ms.options.rules import IN_ONE_GRAPH, SPAN_LATER
+from gaccum_ms.options.rules import CELL, IN_ONE_GRAPH, PIPELINE
 from gaccum_ms.record.run_record import RunRecord, rule_of
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.pipeline import explained_errors
@@ -267,13 +269,15 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     def _open_window(self) -> OpenWindow | None:
         return self.window.open if self.spans_batches else None
 
-    def let_windows_span_batches(self) -> None:
+    def let_windows_span_batches(self, accumulation_steps: int = 2) -> None:
         """Prepare the step for :meth:`set_accumulation_steps` , if the cell has no `accumulation_steps` . This is
         refused for several losses, for a loss of the whole batch, and after the step has run with windows of one batch.
         """
         if self.spans_batches:
             return
-        compatibility.check(SPAN_LATER, _NAME, self._setup)
+        options = dataclasses.replace(self.options, accumulation_steps=accumulation_steps)
+        for place in (CELL, PIPELINE) if stages() > 1 else (CELL,):
+            compatibility.check(place, _NAME, self._setup._replace(options=options))
         if self.run_record.begun:
             raise RuntimeError(
                 "For 'TrainOneStepWithGradAccumulationCell', windows of several batches must be asked for before the "
@@ -329,7 +333,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         """
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
         if accumulation_steps > 1:
-            self.let_windows_span_batches()
+            self.let_windows_span_batches(accumulation_steps)
         if self.spans_batches:
             self._lifecycle.begin_call()
             self.window.open.set_steps(accumulation_steps)
@@ -490,7 +494,7 @@ def runner_of(components: Components, cell: GradAccumulationCell, network: nn.Ce
     if not cell.splits_in_python:
         return OneGraph(components, run_graph)
     split = PythonSplit(components)
-    return FoundSize(components, cell, split, step_on_trial) if cell.finds_tokens else split
+    return FoundSize(components, cell, split, step_on_trial) if cell.auto else split
 
 
 def step_on_trial(cell: GradAccumulationCell, optimizer: Any, size: int) -> TrainOneStepWithGradAccumulationCell:
