@@ -15,7 +15,6 @@ from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.hooked_functions import install_model_hook
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.checks.arguments import described
-from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
@@ -30,7 +29,6 @@ _NAME = "GradAccumulationCell"
 
 _OPTIONS = frozenset(each_option(Options))
 _READ = frozenset(name for name in (*_OPTIONS, *vars(Options)) if not name.startswith("_"))
-_SET = _OPTIONS | {"network", "options", "counts"}  # these are compiled into the training step
 _WITH_LOSS = (nn.WithLossCell, WithBatchLossCell, PerSampleLoss)
 # Cells that accumulate by themselves: MindSpore's in nn, parallel.nn and boost, and ours.
 _ACCUMULATE = ("GradAccumulation", "GradAccumulationCell", "GradientAccumulation")
@@ -156,7 +154,7 @@ class GradAccumulationCell(nn.Cell):
             ``docs/options.md`` lists, with the remedies.
         RuntimeError: If the cell itself is trained, by a training cell that does not accumulate, or
             differentiated, as by `mindspore.value_and_grad` .
-        AttributeError: If an option is assigned after the training step was built from the cell.
+        AttributeError: If an option is assigned to the cell, or a network after the training step was built from it.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -176,9 +174,8 @@ class GradAccumulationCell(nn.Cell):
         [[0.4 0.4 0.4]]
     """
 
-    has_step = False  # whether a training step was built from the cell, which forbids changes of the options
+    has_step = False  # whether a training step was built from the cell, which forbids another network
 
-    @explains_other_names
     def __init__(
         self,
         network: nn.Cell,
@@ -211,8 +208,7 @@ class GradAccumulationCell(nn.Cell):
         refuse_accumulation_inside(network)
         self.network = network
         self._given_reduction = reduction
-        self.options = Options(**{name: arguments[name] for name in _OPTIONS})
-        self.check_options()
+        self.options = checked_options(network, **{name: arguments[name] for name in _OPTIONS})
         self._get_attr_from_cell(network)
         self._undifferentiated = _Undifferentiated()
 
@@ -223,30 +219,13 @@ class GradAccumulationCell(nn.Cell):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SET and self.has_step:
+        if name in _READ or (name == "network" and self.has_step):
             raise AttributeError(
-                f"For 'GradAccumulationCell', the option '{name}' must be set before the training step is built from "
-                f"the cell, which has it compiled in, but got {described(value)} afterwards. Build another cell and "
-                f"step; the step's own 'set_accumulation_steps' and 'set_sense_scale' work at any time."
+                f"For 'GradAccumulationCell', '{name}' must be given when the cell is made, because the training step "
+                f"has it compiled in, but got {described(value)} afterwards. Build another cell and step; the step's "
+                f"own 'set_accumulation_steps' and 'set_sense_scale' work at any time."
             )
-        if name == "reduction":
-            super().__setattr__("_given_reduction", value)
-        if name in _OPTIONS:
-            name, value = "options", dataclasses.replace(self.options, **{name: value})
         super().__setattr__(name, value)
-
-    def check_options(self, is_whole: bool = False) -> None:
-        """Check all options together: some may have been assigned since the cell was made. The loss's own `reduction`
-        is taken if none is given; `is_whole` : if no loss is to come, else a mean."""
-        options = dataclasses.replace(self.options, reduction=self._given_reduction)
-        check_each(_NAME, options)
-        compatibility.check(GIVEN, _NAME, Setup(options, self.network))
-        options = completed(options)
-        setup = Setup(options, self.original_network)
-        compatibility.check(LOSS, _NAME, setup)
-        options = dataclasses.replace(options, reduction=setup.known_reduction or ("mean" if is_whole else None))
-        compatibility.check(CELL, _NAME, Setup(options, self.network))
-        super().__setattr__("options", dataclasses.replace(options, jit=True) if options.auto else options)
 
     def extend_repr(self) -> str:
         """The options that are not as by default, and the reduction, in ``print(cell)`` ."""
@@ -267,9 +246,9 @@ class GradAccumulationCell(nn.Cell):
 
     def with_options(self, **changed: Any) -> GradAccumulationCell:
         """A cell on the same network, with some options changed."""
-        return GradAccumulationCell(self.network, **{**self._arguments(), **changed})
+        return GradAccumulationCell(self.network, **{**self.arguments(), **changed})
 
-    def _arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The options, as another cell is made with them: its loss may have another reduction."""
         return {**vars(self.options), "reduction": self._given_reduction}
 
@@ -279,11 +258,7 @@ class GradAccumulationCell(nn.Cell):
         self.check_loss(loss_fn)
         if loss_fn is None:
             return self
-        return type(self)(nn.WithLossCell(self.network, loss_fn), **self._arguments())
-
-    def show_reduction(self, reduction: str | None) -> None:
-        """Show the reduction that a cell with the same options and a loss has; another loss may have another."""
-        super().__setattr__("options", dataclasses.replace(self.options, reduction=reduction))
+        return type(self)(nn.WithLossCell(self.network, loss_fn), **self.arguments())
 
     def check_loss(self, loss_fn: nn.Cell | None) -> None:
         """Check that the network can have this loss: it must return none, and take the data alone."""
@@ -300,7 +275,7 @@ class GradAccumulationCell(nn.Cell):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradAccumulationCell:
         """A cell without a step, on a copy of the network."""
-        options = {name: copy.deepcopy(value, memo) for name, value in self._arguments().items()}
+        options = {name: copy.deepcopy(value, memo) for name, value in self.arguments().items()}
         copied = type(self)(copy.deepcopy(self.network, memo), **options)
         return copied.add_flags(training=self.training)
 
@@ -336,6 +311,19 @@ GradAccumulation = GradAccumulationCell  # the name in mindspore.parallel.nn, wh
 install_model_hook()
 
 
+def checked_options(network: nn.Cell, **given: Any) -> Options:
+    """All options of a cell, checked each and together. The loss's own `reduction` is taken if none is given."""
+    options = Options(**given)
+    check_each(_NAME, options)
+    compatibility.check(GIVEN, _NAME, Setup(options, network))
+    options = completed(options)
+    setup = Setup(options, network)
+    compatibility.check(LOSS, _NAME, setup)
+    options = dataclasses.replace(options, reduction=setup.known_reduction)
+    compatibility.check(CELL, _NAME, Setup(options, network))
+    return dataclasses.replace(options, jit=True) if options.auto else options
+
+
 def takes(network: nn.Cell, inputs: int) -> bool:
     """Whether a network can be called with so many inputs."""
     try:
@@ -367,8 +355,9 @@ def cell_with_loss(
             f"'{type(cell).__name__}'."
         )
     whole = cell.with_loss(loss_fn)
-    whole.check_options(is_whole=True)
-    cell.show_reduction(whole.reduction)
+    options = checked_options(whole.original_network, **whole.arguments())  # the network may have been assigned
+    for each in (whole, cell):  # the cell shows the reduction that it has with this loss
+        each.options = dataclasses.replace(each.options, reduction=options.reduction or "mean")
     return whole
 
 

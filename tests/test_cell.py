@@ -10,7 +10,7 @@ import pytest
 from mindspore import Tensor, nn, value_and_grad
 from mindspore.parallel.nn import GradAccumulation
 
-from gaccum_ms import GradAccumulationCell, GradAccumulator, TrainOneStepWithGradAccumulationCell, audit
+from gaccum_ms import GradAccumulationCell, TrainOneStepWithGradAccumulationCell, audit
 from tests.support.reference import batches, make_network
 
 
@@ -80,33 +80,16 @@ def test_what_accumulates_by_itself_is_refused_inside(make, attribute):
 
 
 @pytest.mark.parametrize(("option", "value"), [("micro_size", 8), ("count", len), ("network", loss_cell())])
-def test_options_are_refused_once_a_step_is_built_with_them(option, value):
+def test_what_a_step_is_built_with_is_not_assigned(option, value):
     cell = GradAccumulationCell(loss_cell(), 2)
-    cell.micro_size = 4  # no step is built yet
     before = getattr(cell, option, None)
     step = step_of(cell)
-    with pytest.raises(AttributeError, match=f"For 'GradAccumulationCell', the option '{option}' must be set before"):
+    with pytest.raises(AttributeError, match=f"For 'GradAccumulationCell', '{option}' must be given when the cell is"):
         setattr(cell, option, value)
     assert getattr(cell, option, None) == before
     cell.note = "not an option"
     step.set_accumulation_steps(2)
     assert int(step.accumulation_steps.asnumpy()) == 2
-
-
-def test_assigned_options_are_checked_when_a_step_is_built():
-    for assigned, message in (
-        ({"micro_batch_size": 2}, "exactly one of 'micro_size'"),
-        ({"reduction": "Mean"}, "'reduction' must be one of"),
-        ({"overflow": "drop_micro_batch", "loss_weights": (1.0, 0.5)}, "several losses .* got overflow='drop_m"),
-    ):
-        cell = GradAccumulationCell(loss_cell(), 2)
-        for option, value in assigned.items():
-            setattr(cell, option, value)
-        with pytest.raises(ValueError, match=message):
-            step_of(cell)
-    cell = GradAccumulationCell(loss_cell(), 2)
-    cell.micro_size, cell.micro_batch_size = None, 2  # one after the other
-    assert step_of(cell).micro_batch_size == 2
 
 
 def test_mindspores_own_training_steps_refuse_it():
@@ -163,34 +146,21 @@ def test_a_hook_of_the_cell_is_refused():
             getattr(GradAccumulationCell(loss_cell(), 2), f"register_{kind}_hook")(print)
 
 
+def kept(gradients):
+    return gradients
+
+
 def test_a_copy_has_a_network_of_its_own_and_no_step(pynative):
-    cell = GradAccumulationCell(Square(), 3, accumulation_steps=1, transforms=(abs,)).set_train()
+    cell = GradAccumulationCell(Square(), 3, accumulation_steps=1, transforms=(kept,)).set_train()
     TrainOneStepWithGradAccumulationCell(GradAccumulationCell(cell.network, 2), nn.SGD(cell.trainable_params(), 0.1))
     cell.has_step = True
     copied = copy.deepcopy(cell)
     assert vars(copied.options) == vars(cell.options)
     assert copied.training
-    copied.transforms = ()
     before = cell.network.dense.weight.asnumpy().copy()
     trained(copied)
     np.testing.assert_array_equal(cell.network.dense.weight.asnumpy(), before)
     assert (copied.network.dense.weight.asnumpy() != before).any()
-
-
-def test_a_name_of_another_package_is_an_error_that_names_ours():
-    network = loss_cell()
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    of_step = GradAccumulationCell(network, 2), optimizer
-    for make, arguments, name, ours in (
-        (GradAccumulationCell, (network,), "per_device_train_batch_size", "micro_batch_size"),
-        (GradAccumulator, (optimizer,), "lr_scheduler", "scheduler"),
-        (TrainOneStepWithGradAccumulationCell, of_step, "gradient_accumulation_steps", "accumulation_steps"),
-    ):
-        given = rf"For '{make.__name__}', the argument '{name}' must be given as '{ours}', but got .* Give .*{ours}=4"
-        with pytest.raises(TypeError, match=given):
-            make(*arguments, **{name: 4})
-        with pytest.raises(TypeError, match="got an unexpected keyword argument 'learning_rates'"):
-            make(*arguments, learning_rates=4)
 
 
 def test_a_step_takes_its_loss_too(pynative):
@@ -204,7 +174,5 @@ def test_a_step_takes_its_loss_too(pynative):
         for cell, of_cell in ((alone, loss), (joined, None))
     ]
     assert losses[1] < losses[0]  # the second step goes on from the first's update
-    with pytest.raises(AttributeError, match="'micro_size' must be set before the training step is built"):
-        alone.micro_size = 2
     with pytest.raises(TypeError, match="'loss_fn' must be a Cell"):
         audit(GradAccumulationCell(network, 4), optimizer, *batch, loss_fn=abs)

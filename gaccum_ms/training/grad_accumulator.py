@@ -24,14 +24,12 @@ from gaccum_ms.backend import graphs
 from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, overwrite
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.checks.batches import NEEDS_COUNT, check_gradients, check_rule, checked_count, checked_loss
-from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.losses import counts
 from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.record.run_record import RULES, RunRecord
 from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.admission import Scaling, accumulator_options, admit_weights, can_compile, refuse_graphs
 from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, proof_of_loop, warning_of_ranks
-from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
 from gaccum_ms.training.gradients_of_batch import CallsOfFunctions, value_and_grad
@@ -167,7 +165,6 @@ class GradAccumulator(nn.Cell):
     called_by_python = False  # see graphs.py
     spans_batches = True  # as a step whose windows have several batches, for records
 
-    @explains_other_names
     def __init__(
         self,
         optimizer: nn.Optimizer,
@@ -418,14 +415,9 @@ class GradAccumulator(nn.Cell):
         """
         return self._records.record(self, epoch)
 
-    @property
-    def has_averages(self) -> bool:
-        """Whether `transforms` has a :class:`WeightAverage` ."""
-        return average_of(self.update) is not None
-
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the weights have the values of their averages, as that of the training step."""
-        return averaged_weights(self.update)
+        return self._lifecycle.averaged_weights()
 
     def check_names_and_refresh_name(self):
         """MindSpore calls this before a Cell's first call."""

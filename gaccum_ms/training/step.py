@@ -63,7 +63,6 @@ from gaccum_ms.backend.parameters import counter, expose_records, hold_weights, 
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.cell import cell_with_loss
 from gaccum_ms.checks.arguments import check_positive_int
-from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from gaccum_ms.distributed.stages import stages
 from gaccum_ms.layers.sparse import explain_sparse_gradients
@@ -75,7 +74,6 @@ from gaccum_ms.semi_auto.pipeline import explained_errors
 from gaccum_ms.semi_auto.unrolled_window import AddedBatch, UnrolledWindow
 from gaccum_ms.training.admission import admit
 from gaccum_ms.training.advice import Advice
-from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import Counts
 from gaccum_ms.training.components import Components
 from gaccum_ms.training.found_size import FoundSize
@@ -182,7 +180,6 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     called_by_python = False  # see graphs.py
     around_flush = contextlib.nullcontext  # while ms.Model trains, WindowRecorder's
 
-    @explains_other_names
     def __init__(
         self,
         network: GradAccumulationCell,
@@ -362,7 +359,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     @property
     def has_averages(self) -> bool:
         """Whether `transforms` has a :class:`WeightAverage` ."""
-        return average_of(self.update) is not None
+        return self._lifecycle.average is not None
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the weights have the values of their averages: for evaluation, export, or a
@@ -373,7 +370,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             ValueError: If `transforms` has no :class:`WeightAverage` .
             RuntimeError: If something is trained in it.
         """
-        return averaged_weights(self.update)
+        return self._lifecycle.averaged_weights()
 
     def check_names_and_refresh_name(self):
         """MindSpore calls this before a Cell's first call."""

@@ -167,7 +167,7 @@ def test_what_was_resolved_is_shown_and_is_for_this_loss_alone():
     assert known.reduction == "sum"
     assert known.with_options(micro_size=2).reduction == "sum"
     known.network = with_loss(nn.MSELoss())
-    known.check_options()
+    TrainOneStepWithGradAccumulationCell(known, sgd(known.network))
     assert known.reduction == "mean"
 
 
