@@ -154,7 +154,7 @@ class GradAccumulationCell(nn.Cell):
             ``docs/options.md`` lists, with the remedies.
         RuntimeError: If the cell itself is trained, by a training cell that does not accumulate, or
             differentiated, as by `mindspore.value_and_grad` .
-        AttributeError: If an option is assigned to the cell, or a network after the training step was built from it.
+        AttributeError: If an option or the network is assigned to the cell.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -219,13 +219,16 @@ class GradAccumulationCell(nn.Cell):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _READ or (name == "network" and self.has_step):
-            raise AttributeError(
-                f"For 'GradAccumulationCell', '{name}' must be given when the cell is made, because the training step "
-                f"has it compiled in, but got {described(value)} afterwards. Build another cell and step; the step's "
-                f"own 'set_accumulation_steps' and 'set_sense_scale' work at any time."
-            )
+        if name in _READ or (name == "network" and "options" in vars(self)):
+            self._refuse_change(name, value)
         super().__setattr__(name, value)
+
+    def _refuse_change(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"For 'GradAccumulationCell', '{name}' must be given when the cell is made, because the training step has "
+            f"it compiled in, but got {described(value)} afterwards. Build another cell and step; the step's own "
+            f"'set_accumulation_steps' and 'set_sense_scale' work at any time."
+        )
 
     def extend_repr(self) -> str:
         """The options that are not as by default, and the reduction, in ``print(cell)`` ."""
@@ -233,11 +236,14 @@ class GradAccumulationCell(nn.Cell):
         options = vars(self.options).items()
         return ", ".join(f"{name}={value!r}" for name, value in options if value != plain[name])
 
-    def train_instead(self, network: nn.Cell, original: nn.Cell) -> None:
-        """Train the network that `amp_level` has made; MindSpore evaluates and predicts with the original."""
-        self.__dict__.setdefault("_original_network", original)  # no child: its cells are in the other network, too
-        if network is not self.network:  # a cell that has a step refuses another network
-            self.network = network
+    def train_instead(self, network: nn.Cell, original: nn.Cell | None = None) -> None:
+        """Train the network that mixed precision has made; MindSpore evaluates and predicts with the original."""
+        if original is not None:
+            self.__dict__.setdefault("_original_network", original)  # no child: its cells are in the other network, too
+        if network is not self.network:
+            if self.has_step:
+                self._refuse_change("network", network)
+            super().__setattr__("network", network)
 
     @property
     def original_network(self) -> nn.Cell:
@@ -246,9 +252,9 @@ class GradAccumulationCell(nn.Cell):
 
     def with_options(self, **changed: Any) -> GradAccumulationCell:
         """A cell on the same network, with some options changed."""
-        return GradAccumulationCell(self.network, **{**self.arguments(), **changed})
+        return GradAccumulationCell(self.network, **{**self._arguments(), **changed})
 
-    def arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         """The options, as another cell is made with them: its loss may have another reduction."""
         return {**vars(self.options), "reduction": self._given_reduction}
 
@@ -258,7 +264,7 @@ class GradAccumulationCell(nn.Cell):
         self.check_loss(loss_fn)
         if loss_fn is None:
             return self
-        return type(self)(nn.WithLossCell(self.network, loss_fn), **self.arguments())
+        return type(self)(nn.WithLossCell(self.network, loss_fn), **self._arguments())
 
     def check_loss(self, loss_fn: nn.Cell | None) -> None:
         """Check that the network can have this loss: it must return none, and take the data alone."""
@@ -275,7 +281,7 @@ class GradAccumulationCell(nn.Cell):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradAccumulationCell:
         """A cell without a step, on a copy of the network."""
-        options = {name: copy.deepcopy(value, memo) for name, value in self.arguments().items()}
+        options = {name: copy.deepcopy(value, memo) for name, value in self._arguments().items()}
         copied = type(self)(copy.deepcopy(self.network, memo), **options)
         return copied.add_flags(training=self.training)
 
@@ -355,9 +361,8 @@ def cell_with_loss(
             f"'{type(cell).__name__}'."
         )
     whole = cell.with_loss(loss_fn)
-    options = checked_options(whole.original_network, **whole.arguments())  # the network may have been assigned
     for each in (whole, cell):  # the cell shows the reduction that it has with this loss
-        each.options = dataclasses.replace(each.options, reduction=options.reduction or "mean")
+        each.options = dataclasses.replace(each.options, reduction=whole.reduction or "mean")
     return whole
 
 

@@ -35,26 +35,15 @@ if TYPE_CHECKING:
     from gaccum_ms.training.runner import Batch
 
 
-def warning_of_ranks(owner: str) -> Callable[[], None]:
-    """A function that warns once of ranks that nothing joins, for an accumulator, which has no network."""
-
-    @functools.cache
-    def warn() -> None:
-        text = advice_about_ranks(owner)
-        if text is not None:
-            warn_user(text)
-
-    return warn
-
-
 class AdviceOfLoop:
-    """What an accumulator says, once, about the networks of its loop, as far as it knows them. It looks at the first
-    gradients, so that the loop may set the mode after it has made its functions."""
+    """What an accumulator says, once, about ranks that nothing joins, and the networks of its loop, as far as it knows
+    them. It looks at the first gradients, so that the loop may set the mode after it has made its functions."""
 
     def __init__(self, owner: str, weights: Sequence[ms.Parameter]) -> None:
         self._owner = owner
         self._weights = {id(weight) for weight in weights}
         self._networks: list[weakref.ref[nn.Cell]] = []
+        self._looked_at_ranks = False
 
     def note(self, function: Callable[..., Any]) -> None:
         """Note a function that is differentiated, and its networks that have weights of the loop."""
@@ -65,9 +54,11 @@ class AdviceOfLoop:
     def look(self) -> None:
         networks = [network for reference in self._networks if (network := reference()) is not None]
         self._networks = []
-        text = advice_about_evaluation_mode(self._owner, *networks)
-        if text is not None:
-            warn_user(text)
+        of_ranks = None if self._looked_at_ranks else advice_about_ranks(self._owner)
+        self._looked_at_ranks = True
+        for text in (of_ranks, advice_about_evaluation_mode(self._owner, *networks)):
+            if text is not None:
+                warn_user(text)
 
 
 class LossAdvice:

@@ -29,7 +29,7 @@ from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.record.run_record import RULES, RunRecord
 from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.admission import Scaling, accumulator_options, admit_weights, can_compile, refuse_graphs
-from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, proof_of_loop, warning_of_ranks
+from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, proof_of_loop
 from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
 from gaccum_ms.training.gradients_of_batch import CallsOfFunctions, value_and_grad
@@ -238,8 +238,8 @@ class GradAccumulator(nn.Cell):
         self._one, self._zero = ms.Tensor(1.0, ms.float32), ms.Tensor(0.0, ms.float32)
         self._records = LoopRecords()
         self._note_loss = ops.constexpr(self._records.note_loss)
-        self._look = ops.constexpr(warning_of_ranks(_NAME))
         self._advice = AdviceOfLoop(_NAME, weights)
+        self._look = ops.constexpr(self._advice.look)
         self.has_scheduler = scheduler is not None
         self._refuse_caller = ops.constexpr(refuse_graphs)
         self._refuse_lost_state = ops.constexpr(lambda: refusal(_NAME, find_lost_state())())
@@ -347,7 +347,6 @@ class GradAccumulator(nn.Cell):
         check_gradients(gradients, self.weights)
         self._scaling.check()
         self._look()
-        self._advice.look()
         if count is not None:
             count = checked_count(count)
         elif self.needs_count:
