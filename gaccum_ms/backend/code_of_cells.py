@@ -29,13 +29,11 @@ def functions_of(cell: Any) -> Iterator[tuple[FunctionType, list[Any]]]:
 
 
 def named_cells(function: Any) -> dict[str, nn.Cell]:
-    """The Cells that a function names, or a method of an object; of a Cell itself."""
+    """The Cells that a function names, or a method of an object, with a Cell whose method it is; of a Cell itself."""
     if isinstance(function, nn.Cell):
         return {"": function}
     owner = getattr(function, "__self__", None)
-    if isinstance(owner, nn.Cell):
-        return {"": owner}
-    named: dict[str, Any] = {}
+    named: dict[str, Any] = {"": owner}
     for code, _ in functions_of(function):
         names = inspect.getclosurevars(code)
         held = {name: value for name, value in getattr(owner, "__dict__", {}).items() if name in code.__code__.co_names}
