@@ -19,8 +19,8 @@ from gaccum_ms.backend.graphs import runs_eagerly
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.cell import check_inputs
 from gaccum_ms.distributed.ranks import advice_about_ranks
-from gaccum_ms.layers.batchnorm import advice_about_batch_norm, advice_about_one_value
-from gaccum_ms.layers.evaluation_mode import advice_about_evaluation_mode, networks_of
+from gaccum_ms.layers.batchnorm import advice_about_batch_norm
+from gaccum_ms.layers.evaluation_mode import advice_about_evaluation_mode
 from gaccum_ms.layers.hooks import advice_about_forward_hooks, advice_about_hooked_weights
 from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.layers.summaries import advice_about_summaries
@@ -47,7 +47,7 @@ class AdviceOfLoop:
 
     def note(self, function: Callable[..., Any]) -> None:
         """Note a function that is differentiated, and its networks that have weights of the loop."""
-        for network in networks_of(function):
+        for network in named_cells(function).values():
             if self._weights.intersection(map(id, network.get_parameters())):
                 self._networks.append(weakref.ref(network))
 
@@ -126,7 +126,7 @@ class LossAdvice:
 
 def proof_of_loop(owner: str, function: Callable[..., Any], options: Options, batches: int) -> FirstBatch:
     """The proof of a function of a loop, whose windows have so many batches."""
-    networks = {id(network): network for network in (*named_cells(function).values(), *networks_of(function))}
+    networks = {id(network): network for network in named_cells(function).values()}
     proof = FirstBatch(owner, function, list(networks.values()), options)
     if batches < 2:
         proof.skip("nothing is accumulated")
@@ -140,7 +140,7 @@ class Advice:
         self._setup = setup
         self._cuts = setup.options.accumulates
         self._inputs = 0  # of the batches that were checked
-        self._looked = self._looked_at_one_value = self._is_silent = False
+        self._looked = self._is_silent = False
         options = setup.options
         batches = options.accumulation_steps if options.loss_is_mean else 0
         self.proof = FirstBatch("GradAccumulationCell", setup.network, [setup.network], options)
@@ -150,7 +150,7 @@ class Advice:
 
     def silence(self) -> None:
         """Say nothing: the step is a trial of another one, which says it."""
-        self._looked = self._looked_at_one_value = self._is_silent = True
+        self._looked = self._is_silent = True
 
     def check_inputs(self, inputs: int) -> None:
         """Refuse a batch of another number of inputs than the network takes."""
@@ -158,9 +158,8 @@ class Advice:
             check_inputs(self._setup.network, inputs)
             self._inputs = inputs
 
-    def look(self, spans_batches: bool, sizes: Sequence[int] = (), batch: Batch | None = None) -> None:
-        """Warn of what was not warned of before. `sizes` : of a batch's micro-batches; `batch` : where Python has
-        it."""
+    def look(self, spans_batches: bool, batch: Batch | None = None) -> None:
+        """Warn of what was not warned of before. `batch` : where Python has it."""
         accumulates = spans_batches or self._cuts
         if not self._looked:
             self._looked = True
@@ -169,11 +168,6 @@ class Advice:
                     warn_user(text)
         if accumulates and not self._is_silent:
             self._look_at_losses(batch)
-        if accumulates and 1 in sizes and not self._looked_at_one_value:
-            text = advice_about_one_value(self._setup.network, sizes)
-            self._looked_at_one_value = text is not None
-            if text is not None:
-                warn_user(text)
 
     def _look_at_losses(self, batch: Batch | None) -> None:
         if self._losses.is_over:
@@ -187,16 +181,10 @@ class Advice:
         axes = cut_axes(len(batch.inputs), options.shared, options.axis) if is_known else None
         self._losses.look(batch.network_inputs, axes, batch.micro_batches, batch.inputs)
 
-    def look_at_compile_time(self, spans_batches: bool, shape: Sequence[int | None] | None, inputs: int) -> None:
-        """The same, where another graph or data sinking compiles the step, with a check of the number of `inputs` .
-        `shape` : of the first input; None if the number of its axes is open."""
+    def look_at_compile_time(self, spans_batches: bool, inputs: int) -> None:
+        """The same, where another graph or data sinking compiles the step, with a check of the number of `inputs` ."""
         self.check_inputs(inputs)
-        options, samples = self._setup.options, shape[0] if shape else None
-        if not isinstance(samples, int) or samples < 1 or options.auto or options.splits_in_python:
-            self.look(spans_batches)
-        else:
-            size: Any = options.micro_batch_size or -(-samples // (options.micro_size or 1))
-            self.look(spans_batches, (min(size, samples),))
+        self.look(spans_batches)
 
     def _texts(self, accumulates: bool) -> list[str | None]:
         network, options = self._setup.network, self._setup.options

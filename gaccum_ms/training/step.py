@@ -209,7 +209,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         hold_weights(self, self.weights)
         self._setup = setup
         self.advice = Advice(setup)
-        self._look = ops.constexpr(self.advice.look_at_compile_time, check=False)  # the check warns about open shapes
+        self._look = ops.constexpr(self.advice.look_at_compile_time)
         options, _, self._unrolled = setup
         if self.reducer_flag:
             self.grad_reducer = fused_reducer(options, self)
@@ -409,7 +409,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self._lifecycle.begin_batch()
         self.run_record.training_ended = False
         batch = self._runner.prepare(inputs)
-        self.advice.look(self.spans_batches, batch.sizes, batch)
+        self.advice.look(self.spans_batches, batch)
         try:
             with self._on_ranks_that_agree():
                 outputs = self._runner.run(batch)
@@ -449,7 +449,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         if self._not_one_graph:
             raise RuntimeError(self._not_one_graph)
         auto_parallel.check_built_for(self._unrolled)
-        self._look(self.spans_batches, inputs[0].shape, len(inputs))
+        self._look(self.spans_batches, len(inputs))
         scale = self.update.scale()
         # In a graph that the compiler distributes, its passes look for slices of the inputs themselves.
         has_own_storage = self.called_by_python or self._unrolled
