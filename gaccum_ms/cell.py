@@ -20,14 +20,14 @@ from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.accumulators import Accumulators
-from gaccum_ms.options.options import Options, check_each, completed, each_option
+from gaccum_ms.options.options import Options, check_each, completed
 from gaccum_ms.options.rules import CELL, GIVEN, LOSS, Setup
 from gaccum_ms.splitting.auto_size import AutoSize
 from gaccum_ms.splitting.even_split import EvenSplit
 
 _NAME = "GradAccumulationCell"
 
-_OPTIONS = frozenset(each_option(Options))
+_OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 _READ = frozenset(name for name in (*_OPTIONS, *vars(Options)) if not name.startswith("_"))
 _WITH_LOSS = (nn.WithLossCell, WithBatchLossCell, PerSampleLoss)
 # Cells that accumulate by themselves: MindSpore's in nn, parallel.nn and boost, and ours.

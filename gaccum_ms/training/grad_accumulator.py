@@ -388,9 +388,7 @@ class GradAccumulator(nn.Cell):
             self._reduction.settle()
             self.run_record.reduction = self._reduction.value
         self._lifecycle.begin_batch()
-        if self._schedulers is not None:
-            self._schedulers.begin(self.update_count)
-            self._step_schedulers()  # a checkpoint may be from between an update and its schedulers
+        self._step_schedulers()  # a checkpoint may be from between an update and its schedulers
 
     def _end_call(self, ended: bool) -> None:
         """`ended` : whether a window has."""
