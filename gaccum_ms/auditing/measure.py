@@ -46,7 +46,7 @@ def measured(
     """The evidence; with a remedy, if one is needed and known. Values are restored after each run."""
     inner = _unclipped(cell)
     step = TrainOneStepWithGradAccumulationCell(inner, recorder).set_train()
-    step.advice.silence()  # the report contains it
+    step.advice.is_silent = True  # the report contains it
     whole_step = _whole_batch_step(cell, recorder).set_train()
     losses = _Losses(cell).set_train()
     dropout_layers = _switch_dropout_off(cell.network)
@@ -99,7 +99,7 @@ def measured(
 
     def train(trial: GradAccumulationCell) -> Update:
         trial_step = TrainOneStepWithGradAccumulationCell(trial, recorder).set_train()
-        trial_step.advice.silence()
+        trial_step.advice.is_silent = True
         _switch_dropout_off(cell.network)
         return run(trial_step, batch)
 
@@ -233,7 +233,7 @@ def _whole_batch_step(cell: GradAccumulationCell, recorder: Recorder) -> nn.Cell
     if cell.own_count is not None or cell.several_losses or gathers:
         whole = {"micro_size": 1, "micro_batch_size": None} | ({"split": None} if cell.trims else {})
         step = TrainOneStepWithGradAccumulationCell(_unclipped(cell, **whole), recorder)
-        step.advice.silence()
+        step.advice.is_silent = True
         return step
     more = cell.returns_ratio or cell.aux
     return nn.TrainOneStepCell(_Losses(cell) if more else cell.network, recorder)

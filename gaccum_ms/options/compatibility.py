@@ -119,7 +119,7 @@ RULES = (
         lambda s: s.of_batch and _beside_batch_loss(s.options),
         "a network of class 'WithBatchLossCell' has one loss, of all samples of the window at once, of which no "
         "micro-batch has a part of its own, but got {refused}. Leave this out. Use larger batches and a larger "
-        "'micro_size', which need no more memory, and EvenSplit; weigh, add up and divide in 'loss_fn'; and for other "
+        "'micro_size', which need no more memory, and EvenSplit; weigh, add up and divide in 'loss_fn'; for other "
         "outputs call the backbone itself.",
         instead="larger batches and `micro_size`; weigh, add up and divide in `loss_fn`",
     ),
@@ -128,11 +128,11 @@ RULES = (
         SEVERAL,
         f"{AUTO}, {STEPS}, {DROPS}, `record_noise`, `aux`, {FUNCTION}",
         lambda s: s.options.several_losses and _beside_several_losses(s.options),
-        "each of several losses is divided by a total of its own, which one accumulator and one count cannot be, nor "
-        "one rank alone, but got {refused} and {options.losses} loss(es). Add the losses up in the network: where one "
-        "total serves all; or each divided by its window's total, which is an input of each batch that EvenSplit "
-        "shares, with reduction='sum'. With aux=True it may then return each, as an output of shape (). Or leave this "
-        "out: with larger batches, a larger 'micro_size' and EvenSplit.",
+        "each of several losses is divided by a total of its own, and here there is one total alone, but got {refused} "
+        "and {options.losses} loss(es). Leave this out, and use larger batches, a larger 'micro_size' and EvenSplit; "
+        "or add the losses up in the network, where one total serves all, or where each is divided by its window's "
+        "total, an input of each batch that EvenSplit shares, with reduction='sum'. With aux=True it may return each, "
+        "too, as an output of shape ().",
         instead="add the losses up in the network; or larger batches and `micro_size`",
     ),
     Rule(

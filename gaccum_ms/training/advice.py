@@ -127,17 +127,13 @@ class Advice:
         self._setup = setup
         self._cuts = setup.options.accumulates
         self._inputs = 0  # of the batches that were checked
-        self._looked = self._is_silent = False
+        self._looked = self.is_silent = False  # silent: the step is a trial of another one, which says it
         options = setup.options
         batches = options.accumulation_steps if options.loss_is_mean else 0
         self.proof = FirstBatch("GradAccumulationCell", setup.network, [setup.network], options)
         if setup.of_batch or setup.compiler_distributes:
             self.proof.skip("the loss is one of the whole batch" if setup.of_batch else "the compiler distributes")
         self._losses = LossAdvice("GradAccumulationCell", setup.network, options.counts, batches, self.proof)
-
-    def silence(self) -> None:
-        """Say nothing: the step is a trial of another one, which says it."""
-        self._looked = self._is_silent = True
 
     def check_inputs(self, inputs: int) -> None:
         """Refuse a batch of another number of inputs than the network takes."""
@@ -147,13 +143,15 @@ class Advice:
 
     def look(self, spans_batches: bool, batch: Batch | None = None) -> None:
         """Warn of what was not warned of before. `batch` : where Python has it."""
+        if self.is_silent:
+            return
         accumulates = spans_batches or self._cuts
         if not self._looked:
             self._looked = True
             for text in self._texts(accumulates):
                 if text is not None:
                     warn_user(text)
-        if accumulates and not self._is_silent:
+        if accumulates:
             self._look_at_losses(batch)
 
     def _look_at_losses(self, batch: Batch | None) -> None:

@@ -498,7 +498,7 @@ def step_on_trial(cell: GradAccumulationCell, optimizer: Any, size: int) -> Trai
     """A step for a trial: each batch ends in an update, and the step of the real training gives the advice. `size` : if
     the cell is one that finds it."""
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-    step.advice.silence()
+    step.advice.is_silent = True
     if isinstance(step._runner, FoundSize):
         step._runner = step._runner.runner
         step._runner.cut_into(size)

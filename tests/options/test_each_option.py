@@ -109,7 +109,7 @@ BROKEN = [
         r"accumulation_steps=3, overflow='drop_.*', count=\(CountMask.*\), loss_weights=\(1.0, 0.5\). Leave",
         "batch",
     ),
-    ({"aux": True, "record_noise": True, **TWO}, "but got record_noise=True, aux=True and 2 loss.es.. Add"),
+    ({"aux": True, "record_noise": True, **TWO}, "but got record_noise=True, aux=True and 2 loss.es.. Leave"),
     (TWO, "a pipeline the network must return one loss, .* but got 2 losses. Return their"),
     ({"split": EvenSplit(axis=1), "micro_batch_size": 2}, r"but got micro_batch_size=2, split=EvenSplit\(.*=1\). Give"),
     ({}, "that one micro-batch can be tried with, but got a 'WithBatchLossCell'", "batch"),
