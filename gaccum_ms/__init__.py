@@ -9,95 +9,51 @@ import typing
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "AccumulationScheduler",
-    "Accumulators",
-    "AdaptiveAccumulation",
-    "AdaptiveGradientClip",
-    "AuditReport",
-    "AutoSize",
-    "BalancedSampler",
-    "ClipByGlobalNorm",
-    "ClipByValue",
-    "CountClassWeights",
-    "CountMask",
-    "CountNotIgnored",
-    "EvenSplit",
-    "FlushAccumulation",
-    "GradAccumulation",
-    "GradAccumulationCell",
-    "GradAccumulator",
-    "GradNoiseScale",
-    "MaxTokens",
-    "MemoryReport",
-    "PerSampleLoss",
-    "ProgressBar",
-    "ShardedOptimizer",
-    "SkipSpikes",
-    "TokenPlan",
-    "TrainOneStepWithGradAccumulationCell",
-    "TrainingMetrics",
-    "Transform",
-    "UpdateCheckpoint",
-    "UpdateScheduler",
-    "WeightAverage",
-    "WindowBatchNorm",
-    "WindowCallback",
-    "WindowMonitor",
-    "WindowRecord",
-    "WithBatchLossCell",
-    "audit",
-    "convert_batchnorm_to_groupnorm",
-    "find_micro_batch_size",
-    "memory_report",
-    "resume",
-    "scale_learning_rate",
-    "tune_cpu",
-]
-
 if typing.TYPE_CHECKING:
     from gaccum_ms import adopt as adopt
-    from gaccum_ms.auditing.audit import audit
-    from gaccum_ms.auditing.report import AuditReport
-    from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation
-    from gaccum_ms.callbacks.flush import FlushAccumulation
-    from gaccum_ms.callbacks.monitor import WindowMonitor
-    from gaccum_ms.callbacks.noise_scale import GradNoiseScale
-    from gaccum_ms.callbacks.progress import ProgressBar
-    from gaccum_ms.callbacks.schedule import AccumulationScheduler
-    from gaccum_ms.callbacks.training_metrics import TrainingMetrics
-    from gaccum_ms.callbacks.update_scheduler import UpdateScheduler
-    from gaccum_ms.cell import GradAccumulation, GradAccumulationCell
-    from gaccum_ms.checkpoint.resume import resume
-    from gaccum_ms.checkpoint.update_checkpoint import UpdateCheckpoint
-    from gaccum_ms.cpu.threads import tune_cpu
-    from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
-    from gaccum_ms.layers.group_norm import convert_batchnorm_to_groupnorm
-    from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
-    from gaccum_ms.learning_rate import scale_learning_rate
-    from gaccum_ms.losses.batch_loss import WithBatchLossCell
-    from gaccum_ms.losses.counts import CountMask
-    from gaccum_ms.losses.counts_of_labels import CountClassWeights, CountNotIgnored
-    from gaccum_ms.losses.per_sample_loss import PerSampleLoss
-    from gaccum_ms.memory.report import MemoryReport
-    from gaccum_ms.options.accumulators import Accumulators
-    from gaccum_ms.record.window_callback import WindowCallback
-    from gaccum_ms.record.window_record import WindowRecord
-    from gaccum_ms.splitting.auto_size import AutoSize
-    from gaccum_ms.splitting.balanced_sampler import BalancedSampler
-    from gaccum_ms.splitting.even_split import EvenSplit
-    from gaccum_ms.splitting.max_tokens import MaxTokens
-    from gaccum_ms.splitting.token_plan import TokenPlan
-    from gaccum_ms.training.find_micro_batch_size import find_micro_batch_size
-    from gaccum_ms.training.grad_accumulator import GradAccumulator
-    from gaccum_ms.training.memory_report import memory_report
-    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
-    from gaccum_ms.transforms.adaptive_clip import AdaptiveGradientClip
-    from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
-    from gaccum_ms.transforms.clip_by_value import ClipByValue
-    from gaccum_ms.transforms.skip_spikes import SkipSpikes
-    from gaccum_ms.transforms.transform import Transform
-    from gaccum_ms.transforms.weight_average import WeightAverage
+    from gaccum_ms.auditing.audit import audit as audit
+    from gaccum_ms.auditing.report import AuditReport as AuditReport
+    from gaccum_ms.callbacks.adaptive import AdaptiveAccumulation as AdaptiveAccumulation
+    from gaccum_ms.callbacks.flush import FlushAccumulation as FlushAccumulation
+    from gaccum_ms.callbacks.monitor import WindowMonitor as WindowMonitor
+    from gaccum_ms.callbacks.noise_scale import GradNoiseScale as GradNoiseScale
+    from gaccum_ms.callbacks.progress import ProgressBar as ProgressBar
+    from gaccum_ms.callbacks.schedule import AccumulationScheduler as AccumulationScheduler
+    from gaccum_ms.callbacks.training_metrics import TrainingMetrics as TrainingMetrics
+    from gaccum_ms.callbacks.update_scheduler import UpdateScheduler as UpdateScheduler
+    from gaccum_ms.cell import GradAccumulation as GradAccumulation
+    from gaccum_ms.cell import GradAccumulationCell as GradAccumulationCell
+    from gaccum_ms.checkpoint.resume import resume as resume
+    from gaccum_ms.checkpoint.update_checkpoint import UpdateCheckpoint as UpdateCheckpoint
+    from gaccum_ms.cpu.threads import tune_cpu as tune_cpu
+    from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from gaccum_ms.layers.group_norm import convert_batchnorm_to_groupnorm as convert_batchnorm_to_groupnorm
+    from gaccum_ms.layers.window_batchnorm import WindowBatchNorm as WindowBatchNorm
+    from gaccum_ms.learning_rate import scale_learning_rate as scale_learning_rate
+    from gaccum_ms.losses.batch_loss import WithBatchLossCell as WithBatchLossCell
+    from gaccum_ms.losses.counts import CountMask as CountMask
+    from gaccum_ms.losses.counts_of_labels import CountClassWeights as CountClassWeights
+    from gaccum_ms.losses.counts_of_labels import CountNotIgnored as CountNotIgnored
+    from gaccum_ms.losses.per_sample_loss import PerSampleLoss as PerSampleLoss
+    from gaccum_ms.memory.report import MemoryReport as MemoryReport
+    from gaccum_ms.options.accumulators import Accumulators as Accumulators
+    from gaccum_ms.record.window_callback import WindowCallback as WindowCallback
+    from gaccum_ms.record.window_record import WindowRecord as WindowRecord
+    from gaccum_ms.splitting.auto_size import AutoSize as AutoSize
+    from gaccum_ms.splitting.balanced_sampler import BalancedSampler as BalancedSampler
+    from gaccum_ms.splitting.even_split import EvenSplit as EvenSplit
+    from gaccum_ms.splitting.max_tokens import MaxTokens as MaxTokens
+    from gaccum_ms.splitting.token_plan import TokenPlan as TokenPlan
+    from gaccum_ms.training.find_micro_batch_size import find_micro_batch_size as find_micro_batch_size
+    from gaccum_ms.training.grad_accumulator import GradAccumulator as GradAccumulator
+    from gaccum_ms.training.memory_report import memory_report as memory_report
+    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell as TrainOneStepWithGradAccumulationCell
+    from gaccum_ms.transforms.adaptive_clip import AdaptiveGradientClip as AdaptiveGradientClip
+    from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm as ClipByGlobalNorm
+    from gaccum_ms.transforms.clip_by_value import ClipByValue as ClipByValue
+    from gaccum_ms.transforms.skip_spikes import SkipSpikes as SkipSpikes
+    from gaccum_ms.transforms.transform import Transform as Transform
+    from gaccum_ms.transforms.weight_average import WeightAverage as WeightAverage
 
 # The modules of the names.
 _MODULES = {
@@ -145,6 +101,8 @@ _MODULES = {
     "scale_learning_rate": "learning_rate",
     "tune_cpu": "cpu.threads",
 }
+
+__all__ = list(_MODULES)
 
 
 if not typing.TYPE_CHECKING:  # for a type checker, the package would have any name

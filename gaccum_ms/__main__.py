@@ -5,7 +5,6 @@ No part of it imports MindSpore, which may not be installed yet.
 
 from __future__ import annotations
 
-import difflib
 import sys
 
 from gaccum_ms import __version__
@@ -44,16 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         show(f"{PROG} {__version__}\n")
         return 0
     if not words or words[0] not in COMMANDS:
-        say(f"error: {_mistake(words)}; see --help\n")
+        mistake = f"there is no command {words[0]}" if words else "the command is missing"
+        say(f"error: {mistake}; the commands are {', '.join(COMMANDS)}; see --help\n")
         return 2
     return COMMANDS[words[0]](words[1:], f"{PROG} {words[0]}")
-
-
-def _mistake(words: list[str]) -> str:
-    if not words:
-        return f"the command is missing: {', '.join(COMMANDS)}"
-    near = difflib.get_close_matches(words[0], COMMANDS, n=1)
-    return f"there is no command {words[0]}; is {near[0] if near else ', '.join(COMMANDS)} meant?"
 
 
 if __name__ == "__main__":

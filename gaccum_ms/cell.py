@@ -20,16 +20,15 @@ from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.accumulators import Accumulators
-from gaccum_ms.options.options import Options, check_each, completed, each_option
+from gaccum_ms.options.options import Options, check_each, completed
 from gaccum_ms.options.rules import CELL, GIVEN, LOSS, Setup
 from gaccum_ms.splitting.auto_size import AutoSize
 from gaccum_ms.splitting.even_split import EvenSplit
 
 _NAME = "GradAccumulationCell"
 
-_OPTIONS = frozenset(each_option(Options))
+_OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 _READ = frozenset(name for name in (*_OPTIONS, *vars(Options)) if not name.startswith("_"))
-_SET = _OPTIONS | {"network", "options", "counts"}  # these are compiled into the training step
 _WITH_LOSS = (nn.WithLossCell, WithBatchLossCell, PerSampleLoss)
 # Cells that accumulate by themselves: MindSpore's in nn, parallel.nn and boost, and ours.
 _ACCUMULATE = ("GradAccumulation", "GradAccumulationCell", "GradientAccumulation")
@@ -155,7 +154,7 @@ class GradAccumulationCell(nn.Cell):
             ``docs/options.md`` lists, with the remedies.
         RuntimeError: If the cell itself is trained, by a training cell that does not accumulate, or
             differentiated, as by `mindspore.value_and_grad` .
-        AttributeError: If an option is assigned after the training step was built from the cell.
+        AttributeError: If an option or the network is assigned to the cell.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -175,7 +174,7 @@ class GradAccumulationCell(nn.Cell):
         [[0.4 0.4 0.4]]
     """
 
-    has_step = False  # whether a training step was built from the cell, which forbids changes of the options
+    has_step = False  # whether a training step was built from the cell, which forbids another network
 
     @explains_other_names
     def __init__(
@@ -209,8 +208,7 @@ class GradAccumulationCell(nn.Cell):
         refuse_accumulation_inside(network)
         self.network = network
         self._given_reduction = reduction
-        self.options = Options(**{name: arguments[name] for name in _OPTIONS})
-        self.check_options()
+        self.options = checked_options(network, **{name: arguments[name] for name in _OPTIONS})
         self._get_attr_from_cell(network)
         self._undifferentiated = _Undifferentiated()
 
@@ -221,30 +219,16 @@ class GradAccumulationCell(nn.Cell):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SET and self.has_step:
-            raise AttributeError(
-                f"For 'GradAccumulationCell', the option '{name}' must be set before the training step is built from "
-                f"the cell, which has it compiled in, but got {described(value)} afterwards. Build another cell and "
-                f"step; the step's own 'set_accumulation_steps' and 'set_sense_scale' work at any time."
-            )
-        if name == "reduction":
-            super().__setattr__("_given_reduction", value)
-        if name in _OPTIONS:
-            name, value = "options", dataclasses.replace(self.options, **{name: value})
+        if name in _READ or (name == "network" and "options" in vars(self)):
+            self._refuse_change(name, value)
         super().__setattr__(name, value)
 
-    def check_options(self, is_whole: bool = False) -> None:
-        """Check all options together: some may have been assigned since the cell was made. The loss's own `reduction`
-        is taken if none is given; `is_whole` : if no loss is to come, else a mean."""
-        options = dataclasses.replace(self.options, reduction=self._given_reduction)
-        check_each(_NAME, options)
-        compatibility.check(GIVEN, _NAME, Setup(options, self.network))
-        options = completed(options)
-        setup = Setup(options, self.original_network)
-        compatibility.check(LOSS, _NAME, setup)
-        options = dataclasses.replace(options, reduction=setup.known_reduction or ("mean" if is_whole else None))
-        compatibility.check(CELL, _NAME, Setup(options, self.network))
-        super().__setattr__("options", dataclasses.replace(options, jit=True) if options.auto else options)
+    def _refuse_change(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"For 'GradAccumulationCell', '{name}' must be given when the cell is made, because the training step has "
+            f"it compiled in, but got {described(value)} afterwards. Build another cell and step; the step's own "
+            f"'set_accumulation_steps' and 'set_sense_scale' work at any time."
+        )
 
     def extend_repr(self) -> str:
         """The options that are not as by default, and the reduction, in ``print(cell)`` ."""
@@ -252,11 +236,14 @@ class GradAccumulationCell(nn.Cell):
         options = vars(self.options).items()
         return ", ".join(f"{name}={value!r}" for name, value in options if value != plain[name])
 
-    def train_instead(self, network: nn.Cell, original: nn.Cell) -> None:
-        """Train the network that `amp_level` has made; MindSpore evaluates and predicts with the original."""
-        self.__dict__.setdefault("_original_network", original)  # no child: its cells are in the other network, too
-        if network is not self.network:  # a cell that has a step refuses another network
-            self.network = network
+    def train_instead(self, network: nn.Cell, original: nn.Cell | None = None) -> None:
+        """Train the network that mixed precision has made; MindSpore evaluates and predicts with the original."""
+        if original is not None:
+            self.__dict__.setdefault("_original_network", original)  # no child: its cells are in the other network, too
+        if network is not self.network:
+            if self.has_step:
+                self._refuse_change("network", network)
+            super().__setattr__("network", network)
 
     @property
     def original_network(self) -> nn.Cell:
@@ -278,10 +265,6 @@ class GradAccumulationCell(nn.Cell):
         if loss_fn is None:
             return self
         return type(self)(nn.WithLossCell(self.network, loss_fn), **self._arguments())
-
-    def show_reduction(self, reduction: str | None) -> None:
-        """Show the reduction that a cell with the same options and a loss has; another loss may have another."""
-        super().__setattr__("options", dataclasses.replace(self.options, reduction=reduction))
 
     def check_loss(self, loss_fn: nn.Cell | None) -> None:
         """Check that the network can have this loss: it must return none, and take the data alone."""
@@ -334,6 +317,19 @@ GradAccumulation = GradAccumulationCell  # the name in mindspore.parallel.nn, wh
 install_model_hook()
 
 
+def checked_options(network: nn.Cell, **given: Any) -> Options:
+    """All options of a cell, checked each and together. The loss's own `reduction` is taken if none is given."""
+    options = Options(**given)
+    check_each(_NAME, options)
+    compatibility.check(GIVEN, _NAME, Setup(options, network))
+    options = completed(options)
+    setup = Setup(options, network)
+    compatibility.check(LOSS, _NAME, setup)
+    options = dataclasses.replace(options, reduction=setup.known_reduction)
+    compatibility.check(CELL, _NAME, Setup(options, network))
+    return dataclasses.replace(options, jit=True) if options.auto else options
+
+
 def takes(network: nn.Cell, inputs: int) -> bool:
     """Whether a network can be called with so many inputs."""
     try:
@@ -365,8 +361,8 @@ def cell_with_loss(
             f"'{type(cell).__name__}'."
         )
     whole = cell.with_loss(loss_fn)
-    whole.check_options(is_whole=True)
-    cell.show_reduction(whole.reduction)
+    for each in (whole, cell):  # the cell shows the reduction that it has with this loss
+        each.options = dataclasses.replace(each.options, reduction=whole.reduction or "mean")
     return whole
 
 

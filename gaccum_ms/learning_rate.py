@@ -89,9 +89,9 @@ def scale_learning_rate(
 
     Raises:
         TypeError: If an argument has another type than above. A bool is not a number.
-        ValueError: If a learning rate is negative or not finite; if `learning_rate` has no entries or more than one
-            dimension; if `factor` is not positive and finite, or with ``per="batch"`` no whole number; if `rule` or
-            `per` is another word; if `warmup_updates` is negative.
+        ValueError: If a learning rate is negative or not finite; if `learning_rate` has no entries; if `factor` is not
+            positive and finite, or with ``per="batch"`` no whole number; if `rule` or `per` is another word; if
+            `warmup_updates` is negative.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -240,11 +240,6 @@ def _checked_rate(learning_rate: Any) -> float | list[float] | LearningRateSched
     if isinstance(learning_rate, LearningRateSchedule):
         return learning_rate
     if isinstance(learning_rate, (ms.Tensor, np.ndarray)):
-        if learning_rate.ndim > 1:
-            raise ValueError(
-                f"For '{_OWNER}', the argument 'learning_rate' must have at most one dimension, one rate for each "
-                f"update, but got shape {learning_rate.shape}."
-            )
         learning_rate = learning_rate.tolist()
     if not isinstance(learning_rate, (list, tuple)):
         kinds = "a float, a list, tuple or 1-D Tensor of floats, or a LearningRateSchedule"

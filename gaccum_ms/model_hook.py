@@ -139,7 +139,7 @@ def cast(original: Callable[..., nn.Cell], network: Any, *arguments: Any, **name
     """A function of MindSpore that changes a network's dtypes; of our cell, it changes the network inside."""
     if not isinstance(network, GradAccumulationCell):
         return original(network, *arguments, **named)
-    network.network = original(network.network, *arguments, **named)
+    network.train_instead(original(network.network, *arguments, **named))
     return network
 
 

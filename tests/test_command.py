@@ -31,7 +31,7 @@ def test_help_fits_in_70_columns(words, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["chekc"], "there is no command chekc; is check meant?"),
+        (["chekc"], "there is no command chekc; the commands are run, check, report;"),
         (["run", "--proceses", "2", "x.py"], "there is no option --proceses; is --processes meant?"),
         (["report"], "the following arguments are required: record"),
         (["report", "no\nsuch.jsonl"], "cannot read 'no such.jsonl': No such file or directory"),

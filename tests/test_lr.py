@@ -209,7 +209,7 @@ def test_a_rate_that_cannot_be_multiplied_is_refused_and_nothing_changes(pynativ
         ((-0.1, 2), ValueError, "'learning_rate' must be finite and at least 0, but got -0.1"),
         (([], 2), ValueError, "'learning_rate' must have a rate for each update, but got none"),
         ((np.array([0.1, np.inf]), 2), ValueError, r"'learning_rate\[1\]' must be finite and at least 0, but got inf"),
-        ((np.ones((2, 3)), 2), ValueError, r"'learning_rate' must have at most one dimension, .* shape \(2, 3\)"),
+        ((np.ones((2, 3)), 2), TypeError, r"'learning_rate\[0\]' must be a float, but got \[1.0, 1.0, 1.0\]"),
         ((0.1, True), TypeError, "'factor' must be a float, but got True of type 'bool'"),
         ((0.1, 2, "cubic"), ValueError, r"'rule' must be one of \['linear', 'sqrt', 'none'\], but got 'cubic'"),
         ((0.1, 2, "linear", -1), ValueError, "'warmup_updates' must be at least 0, but got -1"),

@@ -150,7 +150,7 @@ def _unclipped(cell: GradAccumulationCell, **size: Any) -> GradAccumulationCell:
 def _silent_step(cell: GradAccumulationCell, recorder: Recorder) -> nn.Cell:
     """A step without advice, which the report contains."""
     step = TrainOneStepWithGradAccumulationCell(cell, recorder).set_train()
-    step.advice.silence()
+    step.advice.is_silent = True
     return step
 
 

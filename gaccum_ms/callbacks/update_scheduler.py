@@ -66,7 +66,6 @@ class UpdateScheduler(WindowCallback):
         step: Any = training_step(run_context)
         self.schedulers.check_optimizer(step.optimizer, "a GradAccumulationCell is trained with")
         step.schedulers = self.schedulers  # which checkpoints of the step have, also when this callback is gone
-        self.schedulers.begin(step.update_count)
         # A checkpoint may be from between an update and its schedulers.
         self.schedulers.follow(int(step.update_count.asnumpy()))
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 from mindspore import nn
 
 from gaccum_ms.backend.code_of_cells import functions_of
@@ -29,21 +25,6 @@ def advice_about_evaluation_mode(owner: str, *networks: nn.Cell) -> str | None:
         f"its moving statistics ({first_of(names)}). MindSpore's Cells begin in this mode: call set_train() of the "
         f"training step, or of the network in a loop, and again after an evaluation."
     )
-
-
-def networks_of(function: Callable[..., Any]) -> list[nn.Cell]:
-    """The Cells that a function of a hand-written loop calls, as its code names them; a Cell itself."""
-    if isinstance(function, nn.Cell):
-        return [function]
-    owner = getattr(function, "__self__", None)
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if not inspect.isfunction(function):
-        return []
-    names = inspect.getclosurevars(function)
-    values = [owner, *names.nonlocals.values(), *names.globals.values()]
-    if owner is not None and not isinstance(owner, nn.Cell):  # a method of a trainer
-        values += getattr(owner, "__dict__", {}).values()
-    return [value for value in values if isinstance(value, nn.Cell)]
 
 
 def _layers_with_modes(network: nn.Cell) -> list[str]:

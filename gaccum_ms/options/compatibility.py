@@ -3,10 +3,11 @@ when, which error, which remedy."""
 
 from __future__ import annotations
 
+import math
+
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.distributed.stages import stages
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.options.options import Options
 from gaccum_ms.options.rules import (
@@ -26,14 +27,13 @@ from gaccum_ms.options.rules import (
     REPORT,
     SEMI_AUTO,
     SEVERAL,
-    SPAN_LATER,
+    STEPS,
     TRIAL,
     UPDATE,
     Rule,
     Setup,
-    only_in_semi_auto,
-    only_of_batch_loss,
 )
+from gaccum_ms.transforms.chain import clips_before_spikes, name_of, sees_parts
 
 
 def _sizes(options: Options) -> int:
@@ -50,17 +50,43 @@ def _pools_statistics(network: nn.Cell) -> bool:
     return any(isinstance(cell, WindowBatchNorm) for _, cell in network.cells_and_names())
 
 
-def _only_compiled(what: str, finds: str, argument: str, number: str) -> Rule:
-    """What finds a size by itself is not run eagerly. `finds` : the property of the options that says whether it
-    does."""
-    return Rule(
-        CELL,
-        what,
-        "`jit=False`",
-        lambda s: getattr(s.options, finds) and s.options.jit is False,
-        f"{argument} compiles in PyNative mode too, because MindSpore's eager gradient does not survive running out of "
-        f"memory, but got jit=False. Leave 'jit' out, or give a number of {number}.",
-        instead="leave `jit` out, or give a number",
+def _given(options: Options, **is_refused: bool) -> str:
+    """Those of the named options that are refused, with their values; empty if none is."""
+    return ", ".join(f"{name}={getattr(options, name)!r}" for name, refused in is_refused.items() if refused)
+
+
+def _beside_several_losses(options: Options, **is_refused: bool) -> str:
+    return _given(
+        options,
+        micro_batch_size=options.finds_size,
+        accumulation_steps=options.accumulation_steps > 1,
+        overflow=options.drops,
+        record_noise=options.record_noise,
+        aux=options.aux,
+        split=options.splits_in_python,
+        **is_refused,
+    )
+
+
+def _beside_batch_loss(options: Options) -> str:
+    return _beside_several_losses(
+        options,
+        reduction=options.returns_ratio,
+        count=options.own_count is not None,
+        min_count=options.min_count is not None,
+        loss_weights=options.several_losses,
+    )
+
+
+def _beside_semi_auto(setup: Setup) -> str:
+    options = setup.options
+    return _given(
+        options,
+        micro_batch_size=options.micro_batch_size is not None,
+        accumulators=options.accumulators.compensated or setup.accumulates_in_lower_precision,
+        overflow=options.drops,
+        record_noise=options.record_noise,
+        split=options.splits_in_python or options.axis != 0,
     )
 
 
@@ -87,23 +113,27 @@ RULES = (
         instead="data parallel mode, with `gather_ranks=True`",
     ),
     Rule(
-        SPAN_LATER,
-        SPAN_LATER,
-        SEVERAL,
-        lambda s: s.options.several_losses,
-        "windows of several batches need a network of one loss, because one accumulator cannot be divided by several "
-        "totals, but got one of several losses.",
-        instead="larger batches and `micro_size`",
+        CELL,
+        BATCH_LOSS,
+        f"{AUTO}, {STEPS}, {RATIO}, `count`, `min_count`, {SEVERAL}, {DROPS}, `record_noise`, `aux`, {FUNCTION}",
+        lambda s: s.of_batch and _beside_batch_loss(s.options),
+        "a network of class 'WithBatchLossCell' has one loss, of all samples of the window at once, of which no "
+        "micro-batch has a part of its own, but got {refused}. Leave this out. Use larger batches and a larger "
+        "'micro_size', which need no more memory, and EvenSplit; weigh, add up and divide in 'loss_fn'; for other "
+        "outputs call the backbone itself.",
+        instead="larger batches and `micro_size`; weigh, add up and divide in `loss_fn`",
     ),
     Rule(
-        SPAN_LATER,
-        SPAN_LATER,
-        BATCH_LOSS,
-        lambda s: s.of_batch,
-        "windows of several batches need a loss that is a mean or sum over micro-batches, but got a "
-        "'WithBatchLossCell', whose loss needs all samples of the window at once: the first batches are gone when the "
-        "last one comes. Use larger batches and a larger 'micro_size', which need no more memory.",
-        instead="larger batches and `micro_size`",
+        CELL,
+        SEVERAL,
+        f"{AUTO}, {STEPS}, {DROPS}, `record_noise`, `aux`, {FUNCTION}",
+        lambda s: s.options.several_losses and _beside_several_losses(s.options),
+        "each of several losses is divided by a total of its own, and here there is one total alone, but got {refused} "
+        "and {options.losses} loss(es). Leave this out, and use larger batches, a larger 'micro_size' and EvenSplit; "
+        "or add the losses up in the network, where one total serves all, or where each is divided by its window's "
+        "total, an input of each batch that EvenSplit shares, with reduction='sum'. With aux=True it may return each, "
+        "too, as an output of shape ().",
+        instead="add the losses up in the network; or larger batches and `micro_size`",
     ),
     Rule(
         PIPELINE,
@@ -116,13 +146,17 @@ RULES = (
         instead="return their weighted sum, or a ratio",
     ),
     Rule(
-        SPAN_LATER,
-        SPAN_LATER,
-        PIPELINE,
-        lambda s: stages() > 1,
-        "windows of several batches need a network on one stage, but got a pipeline: between two batches all stages "
-        "would stand idle. Use larger batches and a larger 'micro_size', which need no more memory.",
-        instead="larger batches and `micro_size`",
+        SEMI_AUTO,
+        f"`micro_batch_size`, `Accumulators(compensated=True)` or of a lower precision than weights, {DROPS}, "
+        f"`record_noise`, {FUNCTION}, `EvenSplit(axis=...)`",
+        SEMI_AUTO,
+        _beside_semi_auto,
+        "in semi-auto and auto parallel mode the compiler itself cuts all inputs along axis 0, into a number of "
+        "micro-batches that it must know, and adds up their gradients, of which none is seen or left out, but got "
+        "{refused}. Give 'micro_size', EvenSplit(shared=...), and accumulators of the weights' precision at least, "
+        "such as Accumulators(mindspore.float32), not compensated; and leave the rest out. Data parallel mode has no "
+        "such limit.",
+        instead="`micro_size`, `EvenSplit(shared=...)`, `Accumulators(mindspore.float32)`; or data parallel mode",
     ),
     Rule(
         TRIAL,
@@ -167,73 +201,46 @@ RULES = (
         "accumulation_steps={options.accumulation_steps}.",
         instead="one of the two",
     ),
-    _only_compiled(AUTO, "finds_size", "micro_batch_size='auto'", "samples"),
     Rule(
         CELL,
-        AUTO,
-        f"several losses, {BATCH_LOSS}",
-        lambda s: s.options.finds_size and (s.options.several_losses or s.of_batch),
-        "micro_batch_size='auto' needs one loss that is a mean or sum over samples, so that each rank can try a "
-        "batch again by itself, but got {options.losses} loss(es) and a network of class '{network}'. Give the "
-        "number of samples; "
-        "'find_micro_batch_size' finds it for what is not a 'WithBatchLossCell'.",
-        instead="a number; `find_micro_batch_size` finds it",
+        f"{AUTO}, {AUTO_TOKENS}",
+        "`jit=False`",
+        lambda s: s.options.auto and s.options.jit is False,
+        "what finds the size of micro-batches compiles in PyNative mode too, because MindSpore's eager gradient does "
+        "not survive running out of memory, but got jit=False. Leave 'jit' out, or give a number of samples or tokens.",
+        instead="leave `jit` out, or give a number",
     ),
     Rule(
         IN_ONE_GRAPH,
-        AUTO,
+        f"{AUTO}, {FUNCTION}",
         IN_ONE_GRAPH,
-        lambda s: s.options.finds_size,
-        "micro_batch_size='auto' needs Python between the batches, to try again what ran out of memory, but the "
-        "training step is part of another graph, as with data sinking. Use model.train(..., "
-        "dataset_sink_mode=False), or the number that gaccum_ms.find_micro_batch_size returns.",
+        lambda s: s.options.finds_size or s.options.splits_in_python,
+        "micro_batch_size='auto' and a function as 'split' need Python at each batch, to try again what ran out of "
+        "memory or to call the function, but the training step is part of another graph, as with data sinking. Use "
+        "model.train(..., dataset_sink_mode=False); or EvenSplit, and the number that "
+        "gaccum_ms.find_micro_batch_size returns.",
         RuntimeError,
-        instead="`dataset_sink_mode=False`, or what `find_micro_batch_size` returns",
-    ),
-    only_in_semi_auto(
-        "micro_batch_size",
-        None,
-        "the compiler must know the number of micro-batches before it sees a batch; give 'micro_size'",
-        instead="`micro_size`",
+        instead="`dataset_sink_mode=False`; or `EvenSplit`, and what `find_micro_batch_size` returns",
     ),
     Rule(
         AUDIT,
-        AUTO,
+        f"{AUTO}, {AUTO_TOKENS}",
         AUDIT,
-        lambda s: s.options.finds_size,
-        "the number of micro-batches must be given, because with it the batch is compared, but got "
-        "micro_batch_size='auto'. Give 'micro_size', or a 'micro_batch_size' such as 'find_micro_batch_size' "
-        "returns.",
+        lambda s: s.options.auto,
+        "the size of micro-batches must be given, because with it the batch is compared, but got "
+        "micro_batch_size={options.micro_batch_size!r} and split={options.split!r}. Give 'micro_size', or the number "
+        "of samples or tokens that 'find_micro_batch_size' returns.",
         instead="`micro_size`, or what `find_micro_batch_size` returns",
     ),
     # -- accumulation_steps --
     Rule(
         PIPELINE,
-        "`accumulation_steps`",
+        STEPS,
         PIPELINE,
         lambda s: s.options.accumulation_steps > 1,
         "in a pipeline 'accumulation_steps' must be 1, because between two batches all stages would stand idle, "
         "but got {options.accumulation_steps}. Use larger batches and a larger 'micro_size', which need no more "
         "memory.",
-        instead="larger batches and `micro_size`",
-    ),
-    Rule(
-        CELL,
-        "`accumulation_steps`",
-        SEVERAL,
-        lambda s: s.options.accumulation_steps > 1 and s.options.several_losses,
-        "'accumulation_steps' must be 1 for a network of several losses, because each is divided by a total of "
-        "its own, which one accumulator cannot be once the first batches are in it, but got "
-        "accumulation_steps={options.accumulation_steps} and {options.losses} losses. Use larger batches and "
-        "'micro_size'. Or add the losses up in the network: where one total serves all; or each divided by its "
-        "window's total, which is an input of each batch that EvenSplit shares, with reduction='sum'.",
-        instead="larger batches and `micro_size`, or add losses up in the network",
-    ),
-    only_of_batch_loss(
-        "accumulation_steps",
-        1,
-        "the loss needs all samples of the window at once, and the first batches of a window are gone when the "
-        "last one comes; use larger batches and a larger 'micro_size', which need no more memory",
         instead="larger batches and `micro_size`",
     ),
     # -- reduction --
@@ -269,11 +276,11 @@ RULES = (
     Rule(
         CELL,
         RATIO,
-        f"`count`, {BATCH_LOSS}",
-        lambda s: s.options.returns_ratio and (s.options.count is not None or s.of_batch),
+        "`count`",
+        lambda s: s.options.returns_ratio and s.options.count is not None,
         "with reduction='ratio' the network returns its numerator and what that is divided by, and nothing else "
-        "says it, but got count={options.count} and a network of class '{network}'. Leave 'count' out; or return "
-        "means or sums, and give reduction='mean' or 'sum'.",
+        "says it, but got count={options.count}. Leave 'count' out; or return means or sums, and give reduction='mean' "
+        "or 'sum'.",
         instead="leave `count` out, or return means or sums",
     ),
     Rule(
@@ -286,27 +293,15 @@ RULES = (
         "and a 'count' for each.",
         instead='sums, with `reduction="sum"` and a `count` for each',
     ),
-    # -- count --
-    Rule(
-        CELL,
-        "`count`",
-        BATCH_LOSS,
-        lambda s: s.of_batch and s.options.own_count is not None,
-        "with a network of class 'WithBatchLossCell' the argument 'count' must be None, but got {options.count}: "
-        "the loss is not a mean over micro-batches, which could weigh by their counts; 'loss_fn' itself divides by "
-        "what it likes.",
-        instead="divide in `loss_fn`",
-    ),
-    # -- min_count --
+    # -- count, min_count --
     Rule(
         CELL,
         "`min_count`",
-        f"neither `count` nor {RATIO}, {BATCH_LOSS}",
-        lambda s: s.options.min_count is not None and (not s.options.counts_items or s.of_batch),
+        f"neither `count` nor {RATIO}",
+        lambda s: s.options.min_count is not None and not s.options.counts_items,
         "'min_count' is the least count of items that a window is divided by, which needs a 'count' or "
-        "reduction='ratio', but got min_count={options.min_count}, count={options.count}, "
-        "reduction={options.reduction!r} and a network of class '{network}'. Leave it out, or give 'count' or a "
-        "ratio.",
+        "reduction='ratio', but got min_count={options.min_count}, count={options.count} and "
+        "reduction={options.reduction!r}. Leave it out, or give 'count' or a ratio.",
         instead="give `count` or a ratio, or leave it out",
     ),
     # -- loss_weights --
@@ -333,19 +328,12 @@ RULES = (
         "the network, or use nn.GroupNorm.",
         instead="add losses up in the network, or `nn.GroupNorm`",
     ),
-    only_of_batch_loss(
-        "loss_weights",
-        (1.0,),
-        "add the losses up in 'loss_fn'",
-        SEVERAL,
-        instead="add the losses up in `loss_fn`",
-    ),
     # -- transforms --
     Rule(
         UPDATE,
         "`SkipSpikes`",
         "`max_grad_norm`, or a `ClipByGlobalNorm` before it",
-        lambda s: s.options.clips_before_spikes,
+        lambda s: clips_before_spikes(s.options.max_grad_norm not in (None, math.inf), s.options.transforms),
         "'SkipSpikes' must come before the gradient is clipped by its global norm, which leaves no spike to see, but "
         "got it behind 'max_grad_norm' or a 'ClipByGlobalNorm'. Give transforms=(SkipSpikes(...), "
         "ClipByGlobalNorm(...)), and leave 'max_grad_norm' out.",
@@ -355,83 +343,26 @@ RULES = (
         SEMI_AUTO,
         "`transforms`: functions, `AdaptiveGradientClip`, and your own without `elementwise = True`",
         SEMI_AUTO,
-        lambda s: bool(s.options.seeing_more_than_elements),
+        lambda s: ", ".join(name_of(transform) for transform in s.options.transforms if not sees_parts(transform)),
         "in semi-auto and auto parallel mode each of 'transforms' must treat each element of a gradient by itself, "
-        "because a gradient is one device's part there, but got {options.seeing_more_than_elements}. Give a "
+        "because a gradient is one device's part there, but got {refused}. Give a "
         "Transform whose class says elementwise = True; or ClipByGlobalNorm or SkipSpikes, which take the norm of "
         "all parts. 'AdaptiveGradientClip' needs the norms of rows, of which each may lie on several devices.",
         instead="`elementwise = True`, `ClipByGlobalNorm` or `SkipSpikes`",
     ),
-    # -- accumulators --
-    Rule(
-        SEMI_AUTO,
-        "`Accumulators(compensated=True)`, or of a lower precision than weights",
-        SEMI_AUTO,
-        lambda s: s.options.accumulators.compensated or s.accumulates_in_lower_precision,
-        "in semi-auto and auto parallel mode the argument 'accumulators' must have compensated=False, and the "
-        "precision of the weights at least, but got {options.accumulators}: the compiler's own pass adds the "
-        "gradients; give Accumulators(mindspore.float32). Data parallel mode has no such limit.",
-        instead="`Accumulators(mindspore.float32)`",
-    ),
-    # -- overflow --
+    # -- overflow, record_noise --
     Rule(
         CELL,
-        DROPS,
-        "several losses, a sum without `count`",
-        lambda s: s.options.drops and (s.options.several_losses or s.sum_without_count),
-        "overflow='drop_micro_batch' divides what is left by its count, which must be one loss's mean, or a sum "
-        "with 'count', but got {options.losses} loss(es), reduction={options.reduction!r} and "
-        "count={options.count}. Use overflow='drop_window'.",
-        instead='`overflow="drop_window"`',
-    ),
-    only_of_batch_loss(
-        "overflow",
-        "drop_window",
-        "a micro-batch cannot be left out, because all others are compared with it",
-        DROPS,
-        instead='`overflow="drop_window"`',
-    ),
-    only_in_semi_auto(
-        "overflow",
-        "drop_window",
-        "the compiler's own pass adds the gradients, and leaves none out",
-        DROPS,
-        instead='`overflow="drop_window"`',
-    ),
-    # -- record_noise --
-    Rule(
-        CELL,
-        "`record_noise`",
-        "several losses, a sum without `count`",
-        lambda s: s.options.record_noise and (s.options.several_losses or s.sum_without_count),
-        "'record_noise' compares the mean gradient of one micro-batch with the window's, which needs one loss "
-        "that is a mean, or a sum with 'count', but got {options.losses} loss(es), "
-        "reduction={options.reduction!r} and count={options.count}. Use reduction='mean', and add losses up in the "
-        "network.",
-        instead='`reduction="mean"`, and add losses up in the network',
-    ),
-    only_of_batch_loss(
-        "record_noise",
-        False,
-        "a micro-batch's part of the gradient is not an estimate of the whole: it depends on all other samples",
-        instead="leave it out: no part estimates the whole gradient",
-    ),
-    only_in_semi_auto(
-        "record_noise",
-        False,
-        "the compiler's own pass adds the gradients, and none is seen",
-        instead="data parallel mode",
-    ),
-    # -- aux --
-    Rule(
-        CELL,
-        "`aux`",
-        f"several losses, {BATCH_LOSS}",
-        lambda s: s.options.aux and (s.options.several_losses or s.of_batch),
-        "with aux=True the network must return one loss before its other outputs, from one forward of each "
-        "micro-batch, but got {options.losses} loss(es) and a network of class '{network}'. Add losses up in the "
-        "network, and return each as an output of shape (); of a 'WithBatchLossCell' call the backbone itself.",
-        instead="return each loss as an output; call the backbone itself",
+        f"{DROPS}, `record_noise`",
+        "a sum without `count`",
+        lambda s: (
+            (s.options.drops or s.options.record_noise) and s.options.reduction == "sum" and not s.options.own_count
+        ),
+        "overflow='drop_micro_batch', which divides what is left by its count, and 'record_noise', which compares mean "
+        "gradients, need a loss that is a mean, or a sum with 'count', but got overflow={options.overflow!r}, "
+        "record_noise={options.record_noise}, reduction='sum' and count={options.count}. Give a 'count' or a mean, or "
+        "leave them out.",
+        instead="a `count`, or a mean",
     ),
     # -- split --
     Rule(
@@ -444,27 +375,6 @@ RULES = (
         "gaccum_ms.CountNotIgnored(), or reduction='ratio'.",
         instead='`count=CountNotIgnored()`, or `reduction="ratio"`',
     ),
-    _only_compiled(AUTO_TOKENS, "finds_tokens", "MaxTokens('auto', ...)", "tokens"),
-    Rule(
-        CELL,
-        FUNCTION,
-        f"several losses, {BATCH_LOSS}",
-        lambda s: s.options.splits_in_python and (s.options.several_losses or s.of_batch),
-        "a function as 'split' needs one loss that is a mean or sum over samples, because each rank adds "
-        "micro-batches one at a time, as many as it has, but got {options.losses} loss(es) and a network of class "
-        "'{network}'. Add losses up in the network, or use EvenSplit.",
-        instead="add losses up in the network, or `EvenSplit`",
-    ),
-    Rule(
-        IN_ONE_GRAPH,
-        FUNCTION,
-        IN_ONE_GRAPH,
-        lambda s: s.options.splits_in_python,
-        "a function as 'split' needs Python at each batch, which calls it, but the training step is part of "
-        "another graph, as with data sinking. Use model.train(..., dataset_sink_mode=False), or EvenSplit.",
-        RuntimeError,
-        instead="`dataset_sink_mode=False`, or `EvenSplit`",
-    ),
     Rule(
         PIPELINE,
         "`EvenSplit(shared=...)`",
@@ -473,16 +383,6 @@ RULES = (
         "in a pipeline the argument 'split' must be None, but got {options.split!r}: the compiler's pass finds no "
         "micro-batches where an input is not cut. Repeat the input for each sample, or make it a Parameter.",
         instead="repeat the input for each sample, or a Parameter",
-    ),
-    Rule(
-        SEMI_AUTO,
-        "`split`: a function, or `EvenSplit(axis=...)`",
-        SEMI_AUTO,
-        lambda s: s.options.splits_in_python or s.options.axis != 0,
-        "in semi-auto and auto parallel mode the argument 'split' must be None or EvenSplit(shared=...), but got "
-        "{options.split!r}: the compiler itself cuts all inputs along axis 0. Data parallel mode has no such "
-        "limit.",
-        instead="`EvenSplit(shared=...)`",
     ),
     Rule(
         AUDIT,
@@ -503,15 +403,6 @@ RULES = (
         "function as 'split': only the function is known to make micro-batches. Ask about a cell with "
         "'micro_size', and a batch as large as the function's largest micro-batch.",
         instead="ask about a cell with `micro_size`",
-    ),
-    Rule(
-        AUDIT,
-        AUTO_TOKENS,
-        AUDIT,
-        lambda s: s.options.finds_tokens,
-        "the number of tokens in a micro-batch must be given, because with it the batch is compared, but got "
-        "MaxTokens('auto', ...). Give a number such as 'find_micro_batch_size' returns.",
-        instead="a number, such as `find_micro_batch_size` returns",
     ),
     Rule(
         REPORT,

@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,23 +25,11 @@ from gaccum_ms.options.accumulators import Accumulators, check_accumulators
 from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of, check_micro_batch_size
 from gaccum_ms.splitting.even_split import EvenSplit
 from gaccum_ms.splitting.splitter import check_split, splitter_of
-from gaccum_ms.transforms.chain import clips_before_spikes, name_of, sees_parts
 
 
-class Option(NamedTuple):
-    """What is known of an option besides its name and default."""
-
-    check: Callable[[str, str, Any], None]  # of the class in errors, the option's name, and its value
-    annotation: str | None  # the type that a user gives, if that of the field is Any
-
-
-def option(
-    check: Callable[[str, str, Any], None],
-    default: Any = None,
-    annotation: str | None = None,
-) -> Any:
-    """The field of an option."""
-    return dataclasses.field(default=default, metadata={"option": Option(check, annotation)})
+def option(check: Callable[[str, str, Any], None], default: Any = None) -> Any:
+    """The field of an option. `check` : of the class in errors, the option's name, and its value."""
+    return dataclasses.field(default=default, metadata={"check": check})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +38,20 @@ class Options:
     :class:`GradAccumulator` has those of them that do not concern how a batch is cut and weighted."""
 
     micro_size: int | None = option(optional(check_positive_int))
-    micro_batch_size: Any = option(check_micro_batch_size, annotation="int | AutoSize | str | None")
-    accumulation_steps: Any = option(optional(check_positive_int), annotation="int | None")
+    micro_batch_size: Any = option(check_micro_batch_size)
+    accumulation_steps: Any = option(optional(check_positive_int))
     reduction: str | None = option(optional(one_of("mean", "sum", "ratio")))
     count: Callable | Sequence[Callable | None] | None = option(check_count)
     min_count: float | None = option(optional(check_positive_finite))
-    loss_weights: Any = option(check_loss_weights, annotation="Sequence[float] | None")
+    loss_weights: Any = option(check_loss_weights)
     max_grad_norm: float | None = option(optional(check_positive))
-    transforms: Any = option(check_transforms, default=(), annotation="Sequence[Any]")
-    accumulators: Any = option(check_accumulators, annotation="Accumulators | None")
+    transforms: Any = option(check_transforms, default=())
+    accumulators: Any = option(check_accumulators)
     overflow: str = option(one_of("drop_window", "drop_micro_batch"), default="drop_window")
     record_noise: bool = option(check_bool, default=False)
     aux: bool = option(check_bool, default=False)
     jit: bool | None = option(optional(check_bool))
-    split: Any = option(check_split, annotation="EvenSplit | Callable | None")
+    split: Any = option(check_split)
     check: str | None = option(optional(one_of("first_batch")), default="first_batch")
 
     def __post_init__(self) -> None:
@@ -76,16 +63,6 @@ class Options:
         object.__setattr__(self, "split", splitter_of(self.split))
         if self.accumulators is None:
             object.__setattr__(self, "accumulators", Accumulators())
-
-    @property
-    def seeing_more_than_elements(self) -> str:
-        """The transforms that must not get parts of gradients, by name; empty if there are none."""
-        return ", ".join(name_of(transform) for transform in self.transforms if not sees_parts(transform))
-
-    @property
-    def clips_before_spikes(self) -> bool:
-        """Whether a SkipSpikes gets a gradient that is clipped by its norm."""
-        return clips_before_spikes(self.max_grad_norm not in (None, math.inf), self.transforms)
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -118,11 +95,6 @@ class Options:
         if self.splits_in_python:
             return self.split.auto
         return self.micro_batch_size if self.finds_size else None
-
-    @property
-    def finds_tokens(self) -> bool:
-        """Whether the training step finds how many tokens that function puts into a micro-batch."""
-        return self.splits_in_python and self.auto is not None
 
     @property
     def losses(self) -> int:
@@ -183,32 +155,21 @@ class Options:
         return self.micro_size != 1 or self.accumulation_steps > 1 or self.counted or self.several_losses
 
 
-def each_option(kind: type[Options]) -> dict[str, Option]:
-    """All options, by name."""
-    return {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
-
-
 def check_each(owner: str, options: Options) -> None:
     """Check each option by itself; `owner` is the class in errors."""
-    for name, known in each_option(type(options)).items():
-        known.check(owner, name, getattr(options, name))
+    for field in dataclasses.fields(options):
+        field.metadata["check"](owner, field.name, getattr(options, field.name))
 
 
 def completed(options: Options) -> Options:
     """The options of a cell, with what follows from those that were given."""
     size_is_open = options.micro_batch_size is None and not options.splits_in_python
+    losses = len(options.count) if isinstance(options.count, (tuple, list)) else 1
+    weights = options.loss_weights if options.loss_weights is not None else (1.0,) * losses
     return dataclasses.replace(
         options,
         micro_size=1 if options.micro_size is None and size_is_open else options.micro_size,
         accumulation_steps=options.accumulation_steps or 1,
         transforms=tuple(options.transforms),
-        loss_weights=_weights_of_losses(options),
+        loss_weights=tuple(float(weight) for weight in weights),
     )
-
-
-def _weights_of_losses(options: Options) -> tuple[float, ...]:
-    """One weight for each loss of the network."""
-    if options.loss_weights is not None:
-        return tuple(float(weight) for weight in options.loss_weights)
-    count: Any = options.count
-    return (1.0,) * (len(count) if isinstance(count, (tuple, list)) else 1)

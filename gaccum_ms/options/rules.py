@@ -22,7 +22,6 @@ SEMI_AUTO = "semi-auto and auto parallel mode"
 PIPELINE = "a pipeline"
 UPDATE = "the finished gradient"
 IN_LOOPS = "stand-alone and data parallel mode"
-SPAN_LATER = "`AccumulationScheduler`, `set_accumulation_steps`"
 IN_ONE_GRAPH = "data sinking"
 AUDIT = "`audit`"
 TRIAL = "`find_micro_batch_size`, `memory_report`"
@@ -31,10 +30,11 @@ REPORT = "`memory_report`"
 # The docs' words for options that several rules name.
 BATCH_LOSS = "`WithBatchLossCell`"
 AUTO = '`micro_batch_size="auto"`'
+AUTO_TOKENS = '`MaxTokens("auto", ...)`'
+STEPS = "`accumulation_steps`, `AccumulationScheduler`"
 DROPS = '`overflow="drop_micro_batch"`'
 SEVERAL = "several losses"
-FUNCTION = "`split`, a function"
-AUTO_TOKENS = '`split=MaxTokens("auto", ...)`'
+FUNCTION = "a function as `split`"
 RATIO = '`reduction="ratio"`'
 
 
@@ -81,11 +81,6 @@ class Setup(NamedTuple):
         is_low = dtype in (ms.float16, ms.bfloat16)
         return accumulates and is_low and any(weight.dtype != dtype for weight in self.network.trainable_params())
 
-    @property
-    def sum_without_count(self) -> bool:
-        """Whether the loss is a sum without a count of its items."""
-        return self.options.reduction == "sum" and self.options.own_count is None
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -94,40 +89,14 @@ class Rule:
     place: str
     what: str  # the option, in the docs' words
     beside: str  # the options that do not go with it, likewise
-    refuses: Callable[[Setup], bool]
-    text: str  # {options}, {stated}: what its loss says, {network}: its class, {mode}: the parallel mode
+    refuses: Callable[[Setup], Any]
+    text: str  # {refused}: what `refuses` returns, {options}, {stated}: what the loss says, {mode}: the parallel mode
     error: type[Exception] = ValueError
     instead: str = field(kw_only=True)  # for the docs: what to write, in ten words
 
     def message(self, owner: str, setup: Setup) -> str:
         """The whole text; `owner` is the class that it names."""
         mode = ms.get_auto_parallel_context("parallel_mode")
-        network = type(setup.network).__name__
-        text = self.text.format(options=setup.options, stated=setup.stated, network=network, mode=mode)
+        refused = self.refuses(setup)
+        text = self.text.format(refused=refused, options=setup.options, stated=setup.stated, mode=mode)
         return f"For '{owner}', {text}"
-
-
-def only_in_semi_auto(name: str, allowed: Any, why: str, what: str | None = None, *, instead: str) -> Rule:
-    """In semi-auto and auto parallel mode the option must have this value. `what` : the option, in the docs' words."""
-    return Rule(
-        SEMI_AUTO,
-        what or f"`{name}`",
-        SEMI_AUTO,
-        lambda s: getattr(s.options, name) != allowed,
-        f"in {SEMI_AUTO} the argument '{name}' must be {allowed!r}, but got {{options.{name}!r}}: {why}. Data parallel "
-        f"mode has no such limit.",
-        instead=instead,
-    )
-
-
-def only_of_batch_loss(name: str, allowed: Any, why: str, what: str | None = None, *, instead: str) -> Rule:
-    """With a loss of the whole batch the option must have this value. `what` : the option, in the docs' words."""
-    return Rule(
-        CELL,
-        what or f"`{name}`",
-        BATCH_LOSS,
-        lambda s: s.of_batch and getattr(s.options, name) != allowed,
-        f"with a network of class 'WithBatchLossCell' the argument '{name}' must be {allowed!r}, but got "
-        f"{{options.{name}!r}}: {why}.",
-        instead=instead,
-    )

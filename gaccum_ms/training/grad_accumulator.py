@@ -30,8 +30,7 @@ from gaccum_ms.options.accumulators import Accumulators
 from gaccum_ms.record.run_record import RULES, RunRecord
 from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.admission import Scaling, accumulator_options, admit_weights, can_compile, refuse_graphs
-from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, proof_of_loop, warning_of_ranks
-from gaccum_ms.training.averages import average_of, averaged_weights
+from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, proof_of_loop
 from gaccum_ms.training.bad_counts import NoCount
 from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
 from gaccum_ms.training.gradients_of_batch import CallsOfFunctions, value_and_grad
@@ -240,8 +239,8 @@ class GradAccumulator(nn.Cell):
         self._one, self._zero = ms.Tensor(1.0, ms.float32), ms.Tensor(0.0, ms.float32)
         self._records = LoopRecords()
         self._note_loss = ops.constexpr(self._records.note_loss)
-        self._look = ops.constexpr(warning_of_ranks(_NAME))
         self._advice = AdviceOfLoop(_NAME, weights)
+        self._look = ops.constexpr(self._advice.look)
         self.has_scheduler = scheduler is not None
         self._refuse_caller = ops.constexpr(refuse_graphs)
         self._refuse_lost_state = ops.constexpr(lambda: refusal(_NAME, find_lost_state())())
@@ -349,7 +348,6 @@ class GradAccumulator(nn.Cell):
         check_gradients(gradients, self.weights)
         self._scaling.check()
         self._look()
-        self._advice.look()
         if count is not None:
             count = checked_count(count)
         elif self.needs_count:
@@ -391,9 +389,7 @@ class GradAccumulator(nn.Cell):
             self._reduction.settle()
             self.run_record.reduction = self._reduction.value
         self._lifecycle.begin_batch()
-        if self._schedulers is not None:
-            self._schedulers.begin(self.update_count)
-            self._step_schedulers()  # a checkpoint may be from between an update and its schedulers
+        self._step_schedulers()  # a checkpoint may be from between an update and its schedulers
 
     def _end_call(self, ended: bool) -> None:
         """`ended` : whether a window has."""
@@ -417,14 +413,9 @@ class GradAccumulator(nn.Cell):
         """
         return self._records.record(self, epoch)
 
-    @property
-    def has_averages(self) -> bool:
-        """Whether `transforms` has a :class:`WeightAverage` ."""
-        return average_of(self.update) is not None
-
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the weights have the values of their averages, as that of the training step."""
-        return averaged_weights(self.update)
+        return self._lifecycle.averaged_weights()
 
     def check_names_and_refresh_name(self):
         """MindSpore calls this before a Cell's first call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
@@ -13,8 +14,8 @@ from gaccum_ms.backend.graphs import runs_eagerly
 from gaccum_ms.backend.newer_optimizers import list_rates, refuse_changed_settings, refuse_uncompiled, settings_of
 from gaccum_ms.backend.storage import keep_in_place, parameters_of
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
-from gaccum_ms.training.averages import average_of
 from gaccum_ms.training.compiled_state import lost_state, refusal
+from gaccum_ms.transforms.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.open_window import OpenWindow
@@ -37,7 +38,7 @@ class Lifecycle:
     ) -> None:
         self._record = record
         self._update = update
-        self._average = average_of(update)
+        self.average = next((link for link in update.links if isinstance(link, WeightAverage)), None)
         self._open_window = open_window
         self._position = position
         self._jit = jit
@@ -53,7 +54,7 @@ class Lifecycle:
 
     def begin_call(self) -> None:
         """Before each batch, flush and other change: refuse what cannot be trained or continued."""
-        if self._average is not None and self._average.swapped:
+        if self.average is not None and self.average.swapped:
             raise RuntimeError(
                 f"For '{self._record.owner}', there must be no training within 'averaged_weights()', where the weights "
                 f"are their averages, but got a batch or a flush. Nothing was changed. Train after its end."
@@ -63,6 +64,15 @@ class Lifecycle:
         if not self._record.begun or self._record.loaded:
             self.refresh_names()
             self._record.begin(self._open_window, int(self._position.asnumpy()))
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Context manager in which the weights have the values of their averages."""
+        if self.average is None:
+            raise ValueError(
+                f"For '{self._record.owner}', 'averaged_weights' needs averages, but got none among 'transforms'. Give "
+                f"transforms=(..., WeightAverage(0.9999))."
+            )
+        return self.average.in_place_of_weights()
 
     def begin_batch(self) -> None:
         """The same before a batch or a flush, which may be compiled with the settings that the optimizer has now."""

@@ -39,7 +39,7 @@ def even_batch(components: Components, inputs: tuple[Any, ...]) -> Batch:
             f"Use a larger batch or a smaller 'micro_size'; samples per micro-batch are set by 'micro_batch_size'."
         )
     window.check_outputs(inputs, plan, components.weights)
-    return Batch(inputs, (plan.size, plan.rest), lambda: even_micro_batches(window, options, inputs), inputs)
+    return Batch(inputs, lambda: even_micro_batches(window, options, inputs), inputs)
 
 
 class OneGraph(Runner):
@@ -78,7 +78,7 @@ class CompilerGraph(Runner):
         self._components.check_inputs(len(inputs))
         shapes = [shape for position, shape in enumerate(batch_shapes(inputs)) if position not in options.shared]
         auto_parallel.check_batch(shapes, options.micro_size)
-        return Batch(inputs, (), lambda: even_micro_batches(window, options, inputs), inputs)
+        return Batch(inputs, lambda: even_micro_batches(window, options, inputs), inputs)
 
     def run(self, batch: Batch) -> Any:
         with auto_parallel.settings_of(self._network):

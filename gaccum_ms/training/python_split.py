@@ -102,8 +102,7 @@ class PythonSplit(Runner):
         self.split.check_padding(self._counted)
         if self._components.options.aux and self._has_tokens is None:
             self._look_at_outputs(inputs)
-        sizes = [part[0].shape[0] if part[0].ndim else 1 for part in micro_batches]
-        return Batch(inputs, sizes, lambda: micro_batches)
+        return Batch(inputs, lambda: micro_batches)
 
     def _counted(self, *micro_batch: ms.Tensor) -> list[tuple[str, float]]:
         """What a micro-batch counts, and with a ratio its numerator, by names for an error."""

@@ -25,7 +25,6 @@ class Batch:
     """A checked batch."""
 
     inputs: Sequence[Any]
-    sizes: Sequence[int]  # the numbers of samples of its micro-batches; none, if a compiler cuts it
     micro_batches: Callable[[], Sequence[Sequence[ms.Tensor]]]
     network_inputs: Sequence[Any] | None = None  # the inputs, if the network gets them; a function makes others
 

@@ -53,14 +53,13 @@ class Schedulers:
                 f"got schedulers of another '{type(self.optimizer).__name__}'."
             )
 
-    def begin(self, update_count: ms.Parameter) -> None:
-        """Begin to count the updates, before the first one that is followed."""
-        if int(self.updates.asnumpy()) < 0:
-            overwrite(self.updates, update_count)
-
     def follow(self, updates: int) -> None:
-        """Step for each update that was made since the last call."""
-        for update in range(int(self.updates.asnumpy()), updates):
+        """Step for each of these updates that was made since the last call; the first call begins to count them."""
+        followed = int(self.updates.asnumpy())
+        if followed < 0:
+            followed = updates
+            overwrite(self.updates, ms.Tensor(updates, ms.int32))
+        for update in range(followed, updates):
             self._step()
             overwrite(self.updates, ms.Tensor(update + 1, ms.int32))
 

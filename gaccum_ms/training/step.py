@@ -46,6 +46,7 @@ in it. The loop's body is compiled once, so compile time and memory do not grow 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,16 +65,16 @@ from gaccum_ms.cell import cell_with_loss
 from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.distributed.ranks import broadcast_parameters
+from gaccum_ms.distributed.stages import stages
 from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.options import compatibility
-from gaccum_ms.options.rules import IN_ONE_GRAPH, SPAN_LATER
+from gaccum_ms.options.rules import CELL, IN_ONE_GRAPH, PIPELINE
 from gaccum_ms.record.run_record import RunRecord, rule_of
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.pipeline import explained_errors
 from gaccum_ms.semi_auto.unrolled_window import AddedBatch, UnrolledWindow
 from gaccum_ms.training.admission import admit
 from gaccum_ms.training.advice import Advice
-from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import Counts
 from gaccum_ms.training.components import Components
 from gaccum_ms.training.found_size import FoundSize
@@ -211,7 +212,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         hold_weights(self, self.weights)
         self._setup = setup
         self.advice = Advice(setup)
-        self._look = ops.constexpr(self.advice.look_at_compile_time, check=False)  # the check warns about open shapes
+        self._look = ops.constexpr(self.advice.look_at_compile_time)
         options, _, self._unrolled = setup
         if self.reducer_flag:
             self.grad_reducer = fused_reducer(options, self)
@@ -268,13 +269,15 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     def _open_window(self) -> OpenWindow | None:
         return self.window.open if self.spans_batches else None
 
-    def let_windows_span_batches(self) -> None:
+    def let_windows_span_batches(self, accumulation_steps: int = 2) -> None:
         """Prepare the step for :meth:`set_accumulation_steps` , if the cell has no `accumulation_steps` . This is
         refused for several losses, for a loss of the whole batch, and after the step has run with windows of one batch.
         """
         if self.spans_batches:
             return
-        compatibility.check(SPAN_LATER, _NAME, self._setup)
+        options = dataclasses.replace(self.options, accumulation_steps=accumulation_steps)
+        for place in (CELL, PIPELINE) if stages() > 1 else (CELL,):
+            compatibility.check(place, _NAME, self._setup._replace(options=options))
         if self.run_record.begun:
             raise RuntimeError(
                 "For 'TrainOneStepWithGradAccumulationCell', windows of several batches must be asked for before the "
@@ -330,7 +333,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         """
         check_positive_int(_NAME, "accumulation_steps", accumulation_steps)
         if accumulation_steps > 1:
-            self.let_windows_span_batches()
+            self.let_windows_span_batches(accumulation_steps)
         if self.spans_batches:
             self._lifecycle.begin_call()
             self.window.open.set_steps(accumulation_steps)
@@ -359,7 +362,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     @property
     def has_averages(self) -> bool:
         """Whether `transforms` has a :class:`WeightAverage` ."""
-        return average_of(self.update) is not None
+        return self._lifecycle.average is not None
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the weights have the values of their averages: for evaluation, export, or a
@@ -370,7 +373,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
             ValueError: If `transforms` has no :class:`WeightAverage` .
             RuntimeError: If something is trained in it.
         """
-        return averaged_weights(self.update)
+        return self._lifecycle.averaged_weights()
 
     def check_names_and_refresh_name(self):
         """MindSpore calls this before a Cell's first call."""
@@ -409,7 +412,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self._lifecycle.begin_batch()
         self.run_record.training_ended = False
         batch = self._runner.prepare(inputs)
-        self.advice.look(self.spans_batches, batch.sizes, batch)
+        self.advice.look(self.spans_batches, batch)
         try:
             with self._on_ranks_that_agree():
                 outputs = self._runner.run(batch)
@@ -449,7 +452,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         if self._not_one_graph:
             raise RuntimeError(self._not_one_graph)
         auto_parallel.check_built_for(self._unrolled)
-        self._look(self.spans_batches, inputs[0].shape, len(inputs))
+        self._look(self.spans_batches, len(inputs))
         scale = self.update.scale()
         # In a graph that the compiler distributes, its passes look for slices of the inputs themselves.
         has_own_storage = self.called_by_python or self._unrolled
@@ -491,14 +494,14 @@ def runner_of(components: Components, cell: GradAccumulationCell, network: nn.Ce
     if not cell.splits_in_python:
         return OneGraph(components, run_graph)
     split = PythonSplit(components)
-    return FoundSize(components, cell, split, step_on_trial) if cell.finds_tokens else split
+    return FoundSize(components, cell, split, step_on_trial) if cell.auto else split
 
 
 def step_on_trial(cell: GradAccumulationCell, optimizer: Any, size: int) -> TrainOneStepWithGradAccumulationCell:
     """A step for a trial: each batch ends in an update, and the step of the real training gives the advice. `size` : if
     the cell is one that finds it."""
     step = TrainOneStepWithGradAccumulationCell(cell, optimizer).set_train()
-    step.advice.silence()
+    step.advice.is_silent = True
     if isinstance(step._runner, FoundSize):
         step._runner = step._runner.runner
         step._runner.cut_into(size)

@@ -163,7 +163,7 @@ def test_refuses_before_it_trains(pynative):
     for step, arguments, message in (
         (reused_step(3), [lambda update: 0], "For 'AccumulationScheduler', the argument 'schedule' must be"),
         (scheduled, [{5: 4}, "linear"], r"the schedule 'CosineDecayLR'.* scale_learning_rate\(schedule, 1\)"),
-        (two_losses, [{0: 2}], "need a network of one loss, .* but got one of several losses"),
+        (two_losses, [{0: 2}], "each of several losses is .* but got accumulation_steps=2 and 2 loss"),
     ):
         with pytest.raises(ValueError, match=message):
             ms.Model(step).train(1, line_data(), callbacks=[AccumulationScheduler(*arguments)])

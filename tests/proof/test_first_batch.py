@@ -11,6 +11,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from gaccum_ms import GradAccumulationCell
 from gaccum_ms.backend.noise_of_rows import ReachesOtherRanks, noise_of_rows
+from gaccum_ms.cell import cell_with_loss
 from gaccum_ms.proof import first_batch
 from gaccum_ms.proof.first_batch import FirstBatch
 from gaccum_ms.proof.samples import _MOST_READ, few
@@ -24,7 +25,7 @@ def proved(case: Case) -> tuple[FirstBatch, str | None]:
     """The proof of a loss in four micro-batches, and what it says."""
     network, cut_by_function = case.network(), callable(case.options.get("split"))
     cell = GradAccumulationCell(network, None if cut_by_function else 4, **case.options)
-    cell.check_options(is_whole=True)
+    cell_with_loss("owner", cell, None)  # its reduction is then known
     inputs = [Tensor(value) for value in case.inputs]
     options = cell.options
     if options.splits_in_python:

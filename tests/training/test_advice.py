@@ -22,10 +22,8 @@ from tests.support.reference import FEATURES, Regression
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, FEATURES)).astype(np.float32)
-WEIGHTS = Tensor(np.array([1.0, 5.0, 20.0], np.float32))
 LABELS = np.array([0, 0, 0, 1, 0, 2, 1, 2], np.int32)
 IGNORED = np.where([1, 1, 0, 0, 1, 0, 0, 0], -100, LABELS).astype(np.int32)
-ONE_HOT = np.eye(3, dtype=np.float32)[LABELS]
 
 
 def dense(outputs=3):
@@ -55,17 +53,6 @@ def without_ignored(x, y):
     return [(x[number : number + 1], y[number : number + 1]) for number in range(len(x)) if int(y[number]) >= 0]
 
 
-class Functional(nn.Cell):
-    """A loss that the code of a Cell calls as a function."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = dense()
-
-    def construct(self, x, y):
-        return ops.cross_entropy(self.net(x), y)
-
-
 class Shifted(nn.Cell):
     """A language model with labels at the front, shifted inside."""
 
@@ -93,19 +80,13 @@ ALIKE = np.where(np.arange(7) < 1, -100, TOKENS).astype(np.int32)
 @pytest.mark.parametrize(
     ("network", "labels", "options", "said"),
     [
-        (of_classes(weight=WEIGHTS), LABELS, {"count": CountNotIgnored()}, "CountClassWeights(weight)"),
-        (of_classes(weight=WEIGHTS, ignore_index=2), LABELS, {}, "CountClassWeights(weight, 2)"),
         (nn.WithLossCell(dense(), nn.NLLLoss()), IGNORED, {}, "count=gaccum_ms.CountNotIgnored();"),
-        (nn.WithLossCell(dense(), nn.RMSELoss()), ONE_HOT, {}, "gaccum_ms.WithBatchLossCell(backbone, loss)"),
-        (Functional(), IGNORED, {}, "'ops.cross_entropy' is a mean over the labels that are not -100"),
         (Shifted(), PADDED, {}, "CountNotIgnored(); with shift=1"),
-        # No false alarm: nothing is ignored, or by all alike; a sum, the user's own count, probabilities as labels.
-        (Functional(), LABELS, {}, None),
+        # No false alarm: nothing is ignored, or by all alike; a sum, the user's own count.
+        (of_classes(), LABELS, {}, None),
         (Shifted(), ALIKE, {}, None),
-        (of_classes(weight=WEIGHTS, reduction="sum"), LABELS, {"reduction": "sum"}, None),
-        (of_classes(weight=WEIGHTS), LABELS, {"count": lambda x, y: 1.0}, None),
-        (of_classes(weight=WEIGHTS), ONE_HOT, {}, None),
-        (nn.WithLossCell(dense(), nn.DiceLoss()), ONE_HOT, {"micro_size": 1}, None),
+        (of_classes(reduction="sum"), IGNORED, {"reduction": "sum"}, None),
+        (of_classes(), IGNORED, {"count": lambda x, y: 1.0}, None),
         # The network gets what a function makes of the batch.
         (of_classes(), IGNORED, {"micro_size": None, "split": without_ignored}, None),
     ],
@@ -124,7 +105,6 @@ def closure(net, loss):
 FUNCTIONS = [
     lambda: of_classes().construct,
     lambda: closure(dense(), nn.CrossEntropyLoss()),
-    lambda: closure(dense(), ops.cross_entropy),
 ]
 
 
@@ -136,7 +116,7 @@ def told_in_a_loop(function, *batches, counts=None) -> list[str]:
     return told_of(lambda *batch: accumulator(grad_fn(*batch)[1], counts and counts(*batch)), *batches)
 
 
-@pytest.mark.parametrize("make", FUNCTIONS, ids=["method of a network", "closure", "function"])
+@pytest.mark.parametrize("make", FUNCTIONS, ids=["method of a network", "closure"])
 def test_a_loop_is_told_of_ignored_labels_as_the_cell_is(make, pynative):
     halves = [(X[:4], IGNORED[:4]), (X[4:], IGNORED[4:])]
     (text,) = told_in_a_loop(make(), *halves, *halves)

@@ -214,7 +214,7 @@ def test_an_overflow_drops_the_window_or_its_micro_batch(pynative):
 
 def test_data_sinking_is_refused():
     ms.set_context(mode=ms.GRAPH_MODE)
-    with pytest.raises(RuntimeError, match="a function as 'split' needs Python at each batch"):
+    with pytest.raises(RuntimeError, match="a function as 'split' need Python at each batch"):
         Outer(make_step())(*map(Tensor, DATA[0]))
 
 
