@@ -27,18 +27,6 @@ _BY_PYTHON = "called_by_python"  # an attribute of a Cell, for its `construct` :
 _storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, list[tuple[ms.Parameter, int]]]] = weakref.WeakKeyDictionary()
 
 
-class OwnGraph(nn.Cell):
-    """A Cell that Python calls. It is compiled in graph mode and, with `jit` , in PyNative mode too."""
-
-    def __init__(self, jit: bool) -> None:
-        super().__init__(auto_prefix=False)
-        self._jit = jit
-
-    def run_alone(self, *inputs: Any) -> Any:
-        """Call it from Python."""
-        return run(self, self._jit, *inputs)
-
-
 _eager_runs: list[nn.Cell] = []  # those that Python has called, and that have not ended
 
 

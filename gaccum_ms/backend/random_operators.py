@@ -18,7 +18,7 @@ import random
 import types
 from typing import Any
 
-from mindspore import Tensor, nn, ops
+from mindspore import nn, ops
 
 from gaccum_ms.backend.held_cells import held_cells, held_values
 from gaccum_ms.backend.lent import lend
@@ -26,7 +26,6 @@ from gaccum_ms.backend.lent import lend
 _SEEDS = ("seed", "seed0", "seed1", "seed2", "Seed0", "Seed1")
 _MARK = "__function_forbid_reuse__"  # of MindSpore's functions that draw: each use in a graph has seeds of its own
 _LENT = object()  # the value of a mark of ours
-_METHODS = frozenset(name for name in dir(Tensor) if hasattr(getattr(Tensor, name, None), _MARK))
 # Their kernels on CPU have no seed: each begins with the same numbers.
 _OF_CHANNELS = (ops.Dropout2D, ops.Dropout3D)
 
@@ -52,15 +51,6 @@ def forbid_reuse(owner: Any, network: nn.Cell) -> None:
 def with_other_seeds(network: nn.Cell, copy: int) -> nn.Cell:
     """The network with other random numbers. The same `copy` gives the same numbers."""
     return _Copies(copy).of(network)
-
-
-def shallow_copy(cell: nn.Cell, **children: nn.Cell) -> nn.Cell:
-    """A cell with the same attributes, but for these children."""
-    kind: Any = type(cell)
-    copied = kind.__new__(kind)
-    flags, attributes = cell.__getstate__()
-    copied.__setstate__((flags, {**attributes, "_cells": cell._cells | children, "_compile_cache": None}))
-    return copied
 
 
 def _draws(cell: nn.Cell) -> bool:
@@ -97,10 +87,9 @@ def _calls(function: Any, seen: set[Any], unmarked: list[Any]) -> bool:
     if function in seen:
         return False
     seen.add(function)
-    named, methods = _named_in(function)
-    drawing = [called for called in named if _is_marked(called) or _calls(called, seen, unmarked)]
-    unmarked += [called for called in drawing if not _is_marked(called)]
-    return bool(drawing) or not _METHODS.isdisjoint(methods)
+    drawing = [named for named in _named_in(function) if _is_marked(named) or _calls(named, seen, unmarked)]
+    unmarked += [named for named in drawing if not _is_marked(named)]
+    return bool(drawing)
 
 
 def _is_marked(function: Any) -> bool:
@@ -108,22 +97,20 @@ def _is_marked(function: Any) -> bool:
     return getattr(function, _MARK, _LENT) is not _LENT
 
 
-def _named_in(function: types.FunctionType) -> tuple[list[types.FunctionType], set[str]]:
-    """The functions that a function's code names, through modules too; and the names of methods of other things."""
-    functions, methods = [], set()
+def _named_in(function: types.FunctionType) -> list[types.FunctionType]:
+    """The functions that a function's code names, through modules too."""
+    functions = []
     value: Any = None
     for step in dis.get_instructions(function):
         if step.opname == "LOAD_GLOBAL":
             value = function.__globals__.get(step.argval)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
             value = getattr(value, step.argval, None)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and value != "self":
-            methods.add(step.argval)
         else:
-            value = step.argval if step.opname.startswith("LOAD_FAST") else None
+            value = None
         if isinstance(value, types.FunctionType):
             functions.append(value)
-    return functions, methods
+    return functions
 
 
 class _Copies:
@@ -155,7 +142,10 @@ class _Copies:
             if isinstance(cell, nn.Dropout1d):
                 copied: nn.Cell = _Dropout1d(cell, self._other(self.number))
             else:
-                copied = shallow_copy(cell)
+                kind: Any = type(cell)
+                copied = kind.__new__(kind)
+                flags, attributes = cell.__getstate__()
+                copied.__setstate__((flags, {**attributes, "_compile_cache": None}))
             self.made[id(cell)] = cell, copied  # before its contents, which may hold it
             vars(copied).update({name: self.of(value) for name, value in vars(copied).items()})
         return self.made[id(cell)][1]
