@@ -10,18 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn, ops
+from mindspore import nn
 
 from gaccum_ms.auditing.evidence import Evidence, Update
-from gaccum_ms.backend.snapshot import as_numpy
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.counts import CountSamples
-from gaccum_ms.proof.remedies import RATIO, known_counts
+from gaccum_ms.proof.remedies import RATIO, counted, known_counts, splits_on_other_axes
 from gaccum_ms.splitting.even_split import EvenSplit
 
 _MOST_TRIED = 16  # updates, each of which may compile a graph
@@ -74,26 +73,16 @@ def _counts(
     """Counts with which the micro-batches' losses have the whole batch's as their mean. A str needs no update: with it,
     the losses have it as their ratio."""
     try:
-        losses = np.array([loss_of(micro_batch) for micro_batch in micro_batches])
+        losses = np.array([[loss_of(micro_batch)] for micro_batch in micro_batches])
     except Exception:  # the network cannot run on them
         return
     for name, count in known_counts(cell.own_count, cell.network, batch):
-        try:
-            items = np.array(
-                [float(as_numpy(ops.cast(ms.Tensor(count(*micro_batch)), ms.float32))) for micro_batch in micro_batches]
-            )
-        except Exception:  # it does not fit the inputs
-            continue
-        if not (np.isfinite(items).all() and (items >= 0).all() and items.sum() > 0):
-            continue
-        some = items > 0
-        if evidence.agrees_on_loss(float((losses * items)[some].sum() / items.sum())):
+        mean, ratio = (counted(losses, micro_batches, count, least) for least in (0, 1))
+        if mean is not None and evidence.agrees_on_loss(mean.item()):
             count_of_loss = None if isinstance(count, CountSamples) else count
             yield Trial(name, cell.with_options(count=count_of_loss))
-        elif not some.all() and np.isfinite(losses).all():
-            ratio = (losses * np.maximum(items, 1)).sum() / max(items.sum(), 1)
-            if evidence.agrees_on_loss(float(ratio)):
-                yield RATIO.format(count="what 'count' counts" if count is cell.own_count else name)
+        elif ratio is not None and evidence.agrees_on_loss(ratio.item()):
+            yield RATIO.format(count="what 'count' counts" if count is cell.own_count else name)
 
 
 # -- how to cut --------------------------------------------------------------------------------------------------------
@@ -118,11 +107,8 @@ def _axes(cell: GradAccumulationCell, batch: Sequence[ms.Tensor]) -> Iterator[Tr
     """Inputs whose samples are on axis 1, such as sequences with time in front."""
     if cell.splits_in_python or cell.shared:
         return
-    for axes in itertools.product(*((1, 0) if value.ndim > 1 else (0,) for value in batch)):
-        lengths = {value.shape[axis] for axis, value in zip(axes, batch, strict=True)}
-        if any(axes) and len(lengths) == 1:
-            axis: Any = 1 if all(axes) else axes
-            yield Trial(f"split=EvenSplit(axis={axis})", cell.with_options(split=EvenSplit(axis=axis)))
+    for _, split in splits_on_other_axes(batch):
+        yield Trial(f"split=EvenSplit(axis={split.axis})", cell.with_options(split=split))
 
 
 # -- a loss of the whole batch -----------------------------------------------------------------------------------------

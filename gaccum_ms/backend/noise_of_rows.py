@@ -11,8 +11,9 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -64,14 +65,10 @@ def noise_of_rows(refuses_collectives: bool) -> Iterator[NoiseOfRows]:
     ]
     if refuses_collectives:
         calls += [(owner, name, _refused(thread, getattr(owner, name))) for owner, name in _collectives()]
-    before = [vars(owner).get(name) for owner, name, _ in calls]
-    for owner, name, call in calls:
-        setattr(owner, name, call)
-    try:
+    with ExitStack() as replaced:
+        for owner, name, call in calls:
+            replaced.enter_context(mock.patch.object(owner, name, call))
         yield noise
-    finally:
-        for (owner, name, _), value in zip(calls, before, strict=True):
-            delattr(owner, name) if value is None else setattr(owner, name, value)
 
 
 def _drawing(noise: NoiseOfRows, thread: int, original: Any, draw: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ micro-batches that training makes
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from gaccum_ms.backend.noise_of_rows import ReachesOtherRanks
 from gaccum_ms.options.options import Options
 from gaccum_ms.proof.broadcasting import broadcast_input
 from gaccum_ms.proof.comparison import Comparison, Evaluation
-from gaccum_ms.proof.remedies import remedies
+from gaccum_ms.proof.remedies import remedies, splits_on_other_axes
 from gaccum_ms.proof.rule import Inputs, Rule
 from gaccum_ms.proof.samples import few, joined
 from gaccum_ms.splitting.even_split import UNCUT, EvenSplit, cut_axes, rows_of
@@ -86,7 +85,7 @@ def judge(batch: Batch, evaluation: Evaluation) -> Verdict:
 def _remedy(batch: Batch, differ: Sequence[Comparison], group: Comparison, evaluation: Evaluation) -> str | None:
     """The first that fits the samples, and holds for micro-batches; or fits these, as where samples belong together."""
     for comparison in reversed(differ):
-        for remedy in remedies(comparison, evaluation.rule, batch.function):
+        for remedy in remedies(comparison):
             if remedy.fits(comparison) and remedy.holds(group):
                 return remedy.words
     return None
@@ -167,15 +166,13 @@ def _of_inputs(batch: Batch, group: Comparison, evaluation: Evaluation) -> str |
 def _on_other_axes(batch: Batch, evaluation: Evaluation) -> str | None:
     if batch.options.shared or not isinstance(batch.function, nn.Cell):
         return None
-    for axes in itertools.product(*((1, 0) if getattr(value, "ndim", 0) > 1 else (0,) for value in batch.inputs)):
-        lengths = {value.shape[axis] for axis, value in zip(axes, batch.inputs, strict=True)}
-        if any(axes) and len(lengths) == 1 and axes != batch.axes:
-            axis: Any = 1 if all(axes) else axes
-            options = dataclasses.replace(batch.options, split=EvenSplit(axis=axis))
+    for axes, split in splits_on_other_axes(batch.inputs):
+        if axes != batch.axes:
+            options = dataclasses.replace(batch.options, split=split)
             places = next(few(batch.inputs, axes, batch.samples))
             parts = [rows_of(batch.inputs, axes, place) for place in (*places, np.concatenate(places))]
             if _makes_equal(options, axes, parts[:2], parts[2], evaluation):
-                return f"split=EvenSplit(axis={axis})"
+                return f"split=EvenSplit(axis={split.axis})"
     return None
 
 
