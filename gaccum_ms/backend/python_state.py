@@ -82,11 +82,7 @@ class StateOutside:
     def __init__(self, root: Any, known: Container[int]) -> None:
         reached = _Reached(root, ())
         self.takes_next = bool(reached.takes_next and reached.iterators)
-        self._put_back = reached.keep(known)[1]
-
-    def restore(self, generators: bool = False) -> None:
-        """Put it back; `generators` : those of random numbers too."""
-        self._put_back(generators)
+        self.restore = reached.keep(known)[1]
 
 
 class _Reached:
@@ -118,17 +114,17 @@ class _Reached:
             changed = [place.name(key) for place, old in before for key in _differences(old, place.read())]
         finally:
             close_tape()
-            put_back(True)
+            put_back(generators=True)
         return list(dict.fromkeys(changed))
 
-    def keep(self, known: Container[int] = ()) -> tuple[list[tuple[_Place, dict[Any, Any]]], Callable[[bool], None]]:
-        """The places with their present values, and a function that puts these back, with the generators of random
-        numbers if it is asked to. `known` : the ids of Tensors that are left out."""
+    def keep(self, known: Container[int] = ()) -> tuple[list[tuple[_Place, dict[Any, Any]]], Callable[..., None]]:
+        """The places with their present values, and a function that puts these back; with `generators` , also those of
+        random numbers. `known` : the ids of Tensors that are left out."""
         before = [(place, place.read()) for place in self._places]
         tensors = [(tensor, as_numpy(tensor)) for key, tensor in self._tensors.items() if key not in known]
         states = [(write, read()) for read, write in self._generators]
 
-        def put_back(generators: bool) -> None:
+        def put_back(generators: bool = False) -> None:
             for place, old in before:
                 if _differences(old, place.read()):
                     place.write(old)
@@ -266,11 +262,9 @@ def _same(old: Any, new: Any) -> bool:
         return old.dtype == new.dtype and np.array_equal(old, new, equal_nan=old.dtype.kind in "fc")
     if isinstance(old, (tuple, list)):
         return len(old) == len(new) and all(map(_same, old, new))
-    if isinstance(old, dict):
-        return old.keys() == new.keys() and all(_same(old[key], new[key]) for key in old)
-    if isinstance(old, (float, np.floating)) and old != old:
-        return bool(new != new)
-    return isinstance(old, (int, float, complex, str, bytes, set, np.generic)) and bool(old == new)
+    if not isinstance(old, (int, float, complex, str, bytes, set, np.generic)):
+        return False
+    return bool(old == new or (old != old and new != new))
 
 
 def _root_of(value: Any) -> str:

@@ -44,8 +44,9 @@ def forbid_reuse(owner: Any, network: nn.Cell) -> None:
     network would share one graph of such a function, with one set of seeds."""
     for _, cell in held_cells(network):
         kind: Any = type(cell)
-        for function in _random_functions(kind)[1]:
-            lend(owner, function, _MARK, _LENT)
+        for function in _random_functions(kind):
+            if not _is_marked(function):
+                lend(owner, function, _MARK, _LENT)
 
 
 def with_other_seeds(network: nn.Cell, copy: int) -> nn.Cell:
@@ -57,7 +58,7 @@ def _draws(cell: nn.Cell) -> bool:
     kind: Any = type(cell)
     return (
         isinstance(cell, nn.Dropout1d)
-        or _random_functions(kind)[0]
+        or bool(_random_functions(kind))
         or any(_is_random(value) for _, value in held_values(cell))
     )
 
@@ -72,24 +73,26 @@ def _seeds(operator: ops.Primitive) -> dict[str, int]:
 
 
 @functools.cache
-def _random_functions(kind: Any) -> tuple[bool, list[Any]]:
-    """Whether the code of a class may call a function that draws, by itself or in the functions that it calls; and
-    those of these functions that lack MindSpore's mark."""
+def _random_functions(kind: Any) -> list[types.FunctionType]:
+    """The functions that the code of a class may call, by itself or in those that it calls, and that draw."""
     of_class = [base for base in kind.__mro__ if base is not nn.Cell]
     methods = [method for base in of_class for name, method in vars(base).items() if name != "__init__"]
-    unmarked: list[Any] = []
-    draws = [_calls(method, set(), unmarked) for method in methods if isinstance(method, types.FunctionType)]
-    return any(draws), list(dict.fromkeys(unmarked))
+    found = [each for method in methods if isinstance(method, types.FunctionType) for each in _drawing(method, set())]
+    return list(dict.fromkeys(found))
 
 
-def _calls(function: Any, seen: set[Any], unmarked: list[Any]) -> bool:
+def _drawing(function: Any, seen: set[Any]) -> list[types.FunctionType]:
     function = inspect.unwrap(function)
     if function in seen:
-        return False
+        return []
     seen.add(function)
-    drawing = [named for named in _named_in(function) if _is_marked(named) or _calls(named, seen, unmarked)]
-    unmarked += [named for named in drawing if not _is_marked(named)]
-    return bool(drawing)
+    found = []
+    for named in _named_in(function):
+        if _is_marked(named):
+            found.append(named)
+        elif inner := _drawing(named, seen):
+            found += [named, *inner]
+    return found
 
 
 def _is_marked(function: Any) -> bool:

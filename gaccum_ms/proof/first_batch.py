@@ -35,7 +35,7 @@ _SAMPLES = 5
 _MOST_WORK = {"CPU": 2**37}
 _MOST_WORK_ON_DEVICES = 2**45
 _MOST_OF_MICRO_BATCH = 8  # how many times as large a batch may be that is evaluated whole
-_SKIPPED, _SKIPPED_SO_FAR = "skipped", "skipped so far"
+_SKIPPED = "skipped"
 
 _COMPARES = (
     "No sum and no known count explains it. If the loss compares samples, or is a function of a mean, as a root is, "
@@ -88,7 +88,7 @@ class FirstBatch:
     def skip(self, why: str, so_far: bool = False) -> None:
         """Leave the proof out, unless a batch has been looked at. `so_far` : until Python gives one."""
         if not self.is_over and not self._calls:
-            self.verdict = Verdict(_SKIPPED_SO_FAR if so_far else _SKIPPED, why)
+            self.verdict = Verdict(UNDECIDED if so_far else _SKIPPED, why)
 
     def look(
         self,
@@ -141,7 +141,7 @@ class FirstBatch:
                 return Verdict(_SKIPPED, "some calls give a count, and some do not")
             if count is not None and count_before is not None:
                 count_of = _count_of(before, count_before, inputs, count)
-                batch.options = dataclasses.replace(batch.options, count=count_of)
+                batch.rule.options = dataclasses.replace(self._options, count=count_of)
         for network in self._networks:
             for parameter in network.get_parameters():
                 if parameter.has_init:
@@ -166,8 +166,7 @@ class FirstBatch:
         ):
             if any(batch_norm_names(network, as_now=True) for network in self._networks):
                 return Verdict(_SKIPPED, "a BatchNorm layer has no evaluation mode")
-            rule = Rule(batch.options, self._function, batch.axes)
-            return judge(batch, Evaluation(rule, noise, put_back, self._tolerance(batch.inputs)))
+            return judge(batch, Evaluation(batch.rule, noise, put_back, self._tolerance(batch.inputs)))
 
     def _tolerance(self, inputs: Inputs) -> float:
         weights = [weight.dtype for network in self._networks for weight in network.trainable_params()]
@@ -180,9 +179,10 @@ class FirstBatch:
         """What is evaluated, or why nothing is."""
         options, whole = self._options, None
         samples = _SAMPLES if axes is not None else 0
-        if samples and self._work(inputs, axes, 2 * samples) > _most_work():
+        most_work = _MOST_WORK.get(ms.get_context("device_target"), _MOST_WORK_ON_DEVICES)
+        if samples and self._work(inputs, axes, 2 * samples) > most_work:
             samples = 2
-            if self._work(inputs, axes, 2 * samples) > _most_work():
+            if self._work(inputs, axes, 2 * samples) > most_work:
                 return Verdict(_SKIPPED, "a forward takes too long")
         if options.splits_in_python:
             parts = micro_batches()
@@ -194,8 +194,8 @@ class FirstBatch:
             elif axes is None and not are_rows_of(parts, inputs):
                 return Verdict(_SKIPPED, "its function makes other samples of the batch")
             whole = inputs
-        own_axes = tuple(axes) if axes is not None else (0,) * len(inputs)
-        return Batch(self._function, options, inputs, own_axes, samples, micro_batches, whole)
+        rule = Rule(options, self._function, axes if axes is not None else (0,) * len(inputs))
+        return Batch(rule, inputs, samples, micro_batches, whole)
 
     def _work(self, inputs: Inputs, axes: Any, samples: int) -> int:
         entries = sum(parameter.size for network in self._networks for parameter in network.get_parameters())
@@ -239,10 +239,6 @@ def _layers_with_modes(network: nn.Cell) -> list[nn.Cell]:
 
 def _all_cells(network: nn.Cell) -> list[nn.Cell]:
     return [cell for _, cell in network.cells_and_names()]
-
-
-def _most_work() -> int:
-    return _MOST_WORK.get(ms.get_context("device_target"), _MOST_WORK_ON_DEVICES)
 
 
 def _size(inputs: Inputs) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from mindspore import nn
@@ -44,10 +44,8 @@ class Batch:
     """What the proof evaluates. `samples` : of both parts, how many at most; 0: the inputs are not the network's, or
     nobody knows their samples. `whole` : the inputs, if they are all micro-batches together."""
 
-    function: Callable[..., Any]
-    options: Options
+    rule: Rule
     inputs: Inputs
-    axes: tuple[int, ...]
     samples: int
     micro_batches: Callable[[], Sequence[Inputs]]
     whole: Inputs | None = None
@@ -94,18 +92,16 @@ def _remedy(batch: Batch, differ: Sequence[Comparison], group: Comparison, evalu
 def _of_samples(batch: Batch, evaluation: Evaluation) -> tuple[Comparison | None, str]:
     if batch.samples < 2 or evaluation.rule.samples(batch.inputs) < 2:
         return None, "no few samples can be taken"
-    comparison = None
-    for number, parts in enumerate(few(batch.inputs, batch.axes, batch.samples)):
-        inputs = [rows_of(batch.inputs, batch.axes, places) for places in (*parts, np.concatenate(parts))]
+    for number, parts in enumerate(few(batch.inputs, batch.rule.axes, batch.samples)):
+        inputs = [rows_of(batch.inputs, batch.rule.axes, places) for places in (*parts, np.concatenate(parts))]
         try:
             comparison = Comparison(evaluation, inputs[:2], inputs[2])
         except (ReachesOtherRanks, RecursionError):  # the second: MindSpore's, of a gradient within, in graph mode
             raise
         except Exception as error:  # samples may belong together, as pairs do
             return None, f"{type(error).__name__} with few samples"
-        if comparison.is_random:
-            return comparison, ""
-        if comparison.is_finite and (np.isfinite(comparison.losses).all() or number > 2):
+        has_losses = comparison.is_finite and (np.isfinite(comparison.losses).all() or number > 2)
+        if comparison.is_random or has_losses:
             return comparison, ""
     return None, "its losses are not finite"
 
@@ -150,11 +146,11 @@ def _text(losses: np.ndarray) -> str:
 
 def _of_inputs(batch: Batch, group: Comparison, evaluation: Evaluation) -> str | None:
     """An input that is broadcast, or samples on another axis, or an input without samples."""
-    if batch.whole is not None or batch.options.returns_ratio or batch.options.losses > 1:
+    if batch.whole is not None or batch.rule.options.returns_ratio or batch.rule.options.losses > 1:
         return None
     broadcast = broadcast_input(
-        batch.options,
-        batch.function,
+        batch.rule.options,
+        batch.rule.call,
         group.both,
         group.parts,
         lambda part: float(evaluation.of(part)[0].losses[0]),
@@ -164,11 +160,11 @@ def _of_inputs(batch: Batch, group: Comparison, evaluation: Evaluation) -> str |
 
 
 def _on_other_axes(batch: Batch, evaluation: Evaluation) -> str | None:
-    if batch.options.shared or not isinstance(batch.function, nn.Cell):
+    if batch.rule.options.shared or not isinstance(batch.rule.call, nn.Cell):
         return None
     for axes, split in splits_on_other_axes(batch.inputs):
-        if axes != batch.axes:
-            options = dataclasses.replace(batch.options, split=split)
+        if axes != batch.rule.axes:
+            options = dataclasses.replace(batch.rule.options, split=split)
             places = next(few(batch.inputs, axes, batch.samples))
             parts = [rows_of(batch.inputs, axes, place) for place in (*places, np.concatenate(places))]
             if _makes_equal(options, axes, parts[:2], parts[2], evaluation):
@@ -177,14 +173,14 @@ def _on_other_axes(batch: Batch, evaluation: Evaluation) -> str | None:
 
 
 def _shared(batch: Batch, group: Comparison, evaluation: Evaluation) -> str | None:
-    if batch.options.splits_in_python or not isinstance(batch.function, nn.Cell):
+    if batch.rule.options.splits_in_python or not isinstance(batch.rule.call, nn.Cell):
         return None
     for position in range(1, len(batch.inputs)):
         if evaluation.rule.axes[position] == UNCUT:
             continue
-        shared = tuple(sorted((*batch.options.shared, position)))
-        split = dataclasses.replace(batch.options.split or EvenSplit(), shared=shared)
-        options = dataclasses.replace(batch.options, split=split)
+        shared = tuple(sorted((*batch.rule.options.shared, position)))
+        split = dataclasses.replace(batch.rule.options.split or EvenSplit(), shared=shared)
+        options = dataclasses.replace(batch.rule.options, split=split)
         axes = cut_axes(len(batch.inputs), options.shared, options.axis)
         parts = [
             [batch.inputs[position] if place == position else value for place, value in enumerate(part)]
