@@ -68,15 +68,13 @@ def recorded_calls(cell: nn.Cell, jit: bool) -> Iterator[list[nn.Cell]]:
 
 
 def check_compilable(owner: str, jit: Any, name: str, functions: Iterable[Any]) -> None:
-    """Refuse a lambda that a graph cannot contain: MindSpore parses the lines of source in which it stands."""
-    if runs_eagerly(bool(jit)):
-        return
-    for function in functions:
-        if within := _lambda_within(function):
-            raise TypeError(
-                f"For '{owner}', a function as '{name}' is compiled from its lines of source, in which a lambda must "
-                f"stand alone, but got {within}. Define the function by 'def'."
-            )
+    """Refuse what a graph cannot contain: MindSpore parses the lines of source in which it stands."""
+    problem = None if runs_eagerly(bool(jit)) else uncompilable(functions)
+    if problem is not None:
+        raise TypeError(
+            f"For '{owner}', a function as '{name}' is compiled from its lines of source, in which a lambda must stand "
+            f"alone, but got {problem}. Define the function by 'def', in a file."
+        )
 
 
 def uncompilable(functions: Iterable[Any]) -> str | None:

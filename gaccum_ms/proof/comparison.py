@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,27 +16,23 @@ _TIMES_NOISE = 5
 _RANDOM = 0.3  # of the loss
 
 
-class Evaluation:
+class Evaluation(NamedTuple):
     """Evaluates parts, each without an effect on the next. `tolerance` : the relative error that is rounding."""
 
-    def __init__(self, rule: Rule, noise: NoiseOfRows, put_back: Callable[[], None], tolerance: float) -> None:
-        self.rule = rule
-        self.tolerance = tolerance
-        self._noise = noise
-        self._put_back = put_back
-
-    def with_rule(self, rule: Rule) -> Evaluation:
-        return Evaluation(rule, self._noise, self._put_back, self.tolerance)
+    rule: Rule
+    noise: NoiseOfRows
+    put_back: Callable[[], None]
+    tolerance: float
 
     def of(self, part: Inputs, rows: Sequence[int] | None = None) -> tuple[Numbers, list]:
         """The numbers of a part, and where its random numbers had their rows. `rows` : its samples, if each is to draw
         the same numbers in any part."""
-        self._noise.begin(rows)
+        self.noise.begin(rows)
         try:
-            return self.rule.numbers(part), self._noise.drawn
+            return self.rule.numbers(part), self.noise.drawn
         finally:
-            self._noise.begin(None)
-            self._put_back()
+            self.noise.begin(None)
+            self.put_back()
 
 
 class Comparison:

@@ -194,7 +194,7 @@ class FirstBatch:
             elif axes is None and not are_rows_of(parts, inputs):
                 return Verdict(_SKIPPED, "its function makes other samples of the batch")
             whole = inputs
-        rule = Rule(options, self._function, axes if axes is not None else (0,) * len(inputs))
+        rule = Rule(options, self._function, tuple(axes) if axes is not None else (0,) * len(inputs))
         return Batch(rule, inputs, samples, micro_batches, whole)
 
     def _work(self, inputs: Inputs, axes: Any, samples: int) -> int:

@@ -129,7 +129,7 @@ def _equal(comparison: Comparison, why: str = "") -> Verdict:
 
 def _measured(comparison: Comparison) -> str:
     losses = ", ".join(map(_text, comparison.losses[:4])) + (", ..." if len(comparison.losses) > 4 else "")
-    samples = [part[0].shape[comparison.rule.options.first_axis] for part in comparison.parts[:4]]
+    samples = map(comparison.rule.samples, comparison.parts[:4])
     return (
         f"parts of {', '.join(map(str, samples))} sample(s) have {losses}, of which the options make "
         f"{_text(comparison.made)}, and all of them together have {_text(comparison.whole)}"
@@ -197,7 +197,7 @@ def _shared(batch: Batch, group: Comparison, evaluation: Evaluation) -> str | No
 def _makes_equal(
     options: Options, axes: Sequence[int], parts: Sequence[Inputs], both: Inputs, evaluation: Evaluation
 ) -> bool:
-    other = evaluation.with_rule(Rule(options, evaluation.rule.call, axes))
+    other = evaluation._replace(rule=Rule(options, evaluation.rule.call, tuple(axes)))
     try:
         comparison = Comparison(other, parts, both)
     except Exception:  # the network cannot run so
