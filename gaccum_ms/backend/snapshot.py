@@ -81,7 +81,7 @@ class Snapshot:
         for _, value in held:
             if isinstance(value, ms.Tensor) and not isinstance(value, ms.Parameter):
                 self._keep_value(value, self.tensors)
-            elif isinstance(value, CONTAINERS):
+            elif type(value) in CONTAINERS:
                 self._contents.append((value, value.copy()))
 
 

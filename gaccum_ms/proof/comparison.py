@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
+import mindspore as ms
 import numpy as np
+from mindspore import nn
 
 from gaccum_ms.backend.noise_of_rows import NoiseOfRows
 from gaccum_ms.proof.rule import Inputs, Numbers, Rule
@@ -103,3 +105,16 @@ class Comparison:
         spread = np.ptp(self.losses, 0) / self.scale
         silent = (self.noise / self.scale <= self.tolerance).all()
         return self.is_finite and bool(silent and (spread > 10 * self.tolerance).any())
+
+
+def computes_in_16_bits(networks: Iterable[nn.Cell], dtypes: Iterable[Any]) -> bool:
+    """Whether networks compute in 16 bits, and so round more. `dtypes` : those of weights, accumulators and inputs."""
+    if any(dtype in (ms.float16, ms.bfloat16) for dtype in dtypes):
+        return True
+    return any(
+        cell.get_flags().get("fp16")
+        or cell.get_flags().get("bf16")
+        or str(getattr(cell, "mixed_precision_type", None)).endswith(("FP16", "BF16", "AUTO"))
+        for network in networks
+        for _, cell in network.cells_and_names()
+    )

@@ -22,10 +22,9 @@ from gaccum_ms.layers.batchnorm import batch_norm_names, layers_with_statistics
 from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.options.options import Options
-from gaccum_ms.proof.comparison import Evaluation
+from gaccum_ms.proof.comparison import Evaluation, computes_in_16_bits
 from gaccum_ms.proof.rule import Inputs, Rule
 from gaccum_ms.proof.samples import are_rows_of
-from gaccum_ms.proof.tolerance import computes_in_16_bits
 from gaccum_ms.proof.verdict import DIFFERENT, EQUAL, LATER, RANDOM, UNDECIDED, Batch, Verdict, judge
 
 VARIABLE = "GACCUM_MS_CHECK"
