@@ -88,7 +88,7 @@ def _collectives() -> Iterator[tuple[Any, str]]:
 def _refused(thread: int, original: Any) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         if threading.get_ident() == thread:
-            raise ReachesOtherRanks
+            raise ReachesOtherRanks("the loss has a collective")
         return original(*arguments, **named)
 
     return call

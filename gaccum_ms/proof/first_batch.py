@@ -42,6 +42,10 @@ _COMPARES = (
 )
 
 
+class _LeftOut(Exception):
+    """Why nothing is measured."""
+
+
 class FirstBatch:
     """The proof of one training. `function` : the network, or the function of a loop; `networks` : those in it."""
 
@@ -105,6 +109,8 @@ class FirstBatch:
         earlier, self._before = self._before, None
         try:
             self.verdict = self._proved(inputs, axes, micro_batches, earlier, count)
+        except (_LeftOut, CannotPutBack, ReachesOtherRanks) as reason:
+            self.verdict = Verdict(_SKIPPED, str(reason))
         except Exception as error:  # the network cannot run so, in one of MindSpore's many ways; training goes on
             self.verdict = Verdict(_SKIPPED, f"{type(error).__name__}: {str(error).strip()[:200]}")
         if self.verdict.kind == LATER and earlier is None and axes is not None:
@@ -127,8 +133,6 @@ class FirstBatch:
         count: float | None,
     ) -> Verdict:
         batch = self._batch(inputs, axes, micro_batches)
-        if isinstance(batch, Verdict):
-            return batch
         if count is not None:
             batch.samples = 0
         if earlier is not None:
@@ -137,7 +141,7 @@ class FirstBatch:
             if len(micro_batches()) < 2:
                 batch.micro_batches, batch.whole = functools.partial(list, [before, inputs]), None
             if (count is None) != (count_before is None):
-                return Verdict(_SKIPPED, "some calls give a count, and some do not")
+                raise _LeftOut("some calls give a count, and some do not")
             if count is not None and count_before is not None:
                 count_of = _count_of(before, count_before, inputs, count)
                 batch.rule.options = dataclasses.replace(self._options, count=count_of)
@@ -145,17 +149,8 @@ class FirstBatch:
             for parameter in network.get_parameters():
                 if parameter.has_init:
                     parameter.init_data()
-        verdict = Verdict(UNDECIDED, "")
-        for in_evaluation in (_layers_with_modes, _all_cells):
-            try:
-                verdict = self._judged(batch, in_evaluation)
-            except ReachesOtherRanks:
-                return Verdict(_SKIPPED, "the loss has a collective")
-            except CannotPutBack as error:
-                return Verdict(_SKIPPED, str(error))
-            if verdict.kind != UNDECIDED or verdict.why != RANDOM:
-                break
-        return verdict
+        verdict = self._judged(batch, _layers_with_modes)
+        return verdict if verdict.why != RANDOM else self._judged(batch, _all_cells)
 
     def _judged(self, batch: Batch, in_evaluation: Callable[[nn.Cell], Sequence[nn.Cell]]) -> Verdict:
         off = [cell for network in self._networks for cell in in_evaluation(network)]
@@ -164,7 +159,7 @@ class FirstBatch:
             noise_of_rows(group_size_or_1() > 1) as noise,
         ):
             if any(batch_norm_names(network, as_now=True) for network in self._networks):
-                return Verdict(_SKIPPED, "a BatchNorm layer has no evaluation mode")
+                raise _LeftOut("a BatchNorm layer has no evaluation mode")
             return judge(batch, Evaluation(batch.rule, noise, put_back, self._tolerance(batch.inputs)))
 
     def _tolerance(self, inputs: Inputs) -> float:
@@ -174,24 +169,24 @@ class FirstBatch:
 
     def _batch(
         self, inputs: Inputs, axes: Sequence[int] | None, micro_batches: Callable[[], Sequence[Inputs]]
-    ) -> Batch | Verdict:
-        """What is evaluated, or why nothing is."""
+    ) -> Batch:
+        """What is evaluated."""
         options, whole = self._options, None
         samples = _SAMPLES if axes is not None else 0
         most_work = _MOST_WORK.get(ms.get_context("device_target"), _MOST_WORK_ON_DEVICES)
         if samples and self._work(inputs, axes, 2 * samples) > most_work:
             samples = 2
             if self._work(inputs, axes, 2 * samples) > most_work:
-                return Verdict(_SKIPPED, "a forward takes too long")
+                raise _LeftOut("a forward takes too long")
         if options.splits_in_python:
             parts = micro_batches()
             sizes, size = [_size(part) for part in parts], _size(inputs)
             if len(parts) > 1 and size > _MOST_OF_MICRO_BATCH * max(sizes):
                 if axes is None:
-                    return Verdict(_SKIPPED, "the batch is too large to be evaluated whole")
+                    raise _LeftOut("the batch is too large to be evaluated whole")
                 micro_batches = list
             elif axes is None and not are_rows_of(parts, inputs):
-                return Verdict(_SKIPPED, "its function makes other samples of the batch")
+                raise _LeftOut("its function makes other samples of the batch")
             whole = inputs
         rule = Rule(options, self._function, tuple(axes) if axes is not None else (0,) * len(inputs))
         return Batch(rule, inputs, samples, micro_batches, whole)
