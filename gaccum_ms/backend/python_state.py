@@ -27,15 +27,15 @@ from gaccum_ms.backend import no_grad
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.snapshot import CONTAINERS, OF_EVERY_CELL, as_numpy, refill, restore_value
 
-_OURS = {"mindspore", "gaccum_ms"}
-_NOT_THE_USERS = {*_OURS, "numpy", *sys.stdlib_module_names} - {"__main__"}
+_NOT_THE_USERS = {"mindspore", "gaccum_ms", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _NOT_COMPILED = {"__init__", "__new__", "prepare", "begin_anew"}
 _STORES = {"STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL"}
 _STORES |= {name.replace("STORE", "DELETE") for name in _STORES}
 # Names by which code changes an object without a store.
 _WRITERS = {
     *(name for kind in (list, dict, set, collections.deque) for name in vars(kind) if not name.startswith("_")),
-    *("setattr", "delattr", "next", "send", "fill", "put", "__setitem__", "__setattr__", "__dict__"),
+    *("setattr", "delattr", "next", "send", "fill", "put", "copyto", "heappush", "heappop"),
+    *("__setitem__", "__setattr__", "__dict__"),
 } - {"copy", "count", "index", "get", "items", "keys", "values"}
 
 
@@ -220,7 +220,7 @@ class _Reached:
                     self._add_attribute(f"{name}.{key}", module, key)
                     named[f"{name}.{key}"] = vars(module)[key]
         named |= names.nonlocals
-        self.may_write |= any(map(_is_of_others, named.values())) or _may_write(function.__code__)
+        self.may_write |= _may_write(function.__code__)
         self.takes_next |= "next" in function.__code__.co_names
         self._todo += named.items()
         self._todo += [(name, parameter.default) for name, parameter in inspect.signature(function).parameters.items()]
@@ -267,20 +267,10 @@ def _same(old: Any, new: Any) -> bool:
     return bool(old == new or (old != old and new != new))
 
 
-def _root_of(value: Any) -> str:
-    module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return str(module).split(".")[0]
-
-
 def _is_the_users(value: Any) -> bool:
     """Whether the user or another package has written this class, function or module."""
-    return _root_of(value) not in _NOT_THE_USERS
-
-
-def _is_of_others(value: Any) -> bool:
-    """Whether it is code of NumPy or of Python's library, of which nothing is known."""
-    is_code = isinstance(value, (ModuleType, type)) or callable(value)
-    return is_code and _root_of(value) in _NOT_THE_USERS - _OURS - {"builtins"} and not isinstance(value, ms.Tensor)
+    module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(module).split(".")[0] not in _NOT_THE_USERS
 
 
 def _function_of(entry: Any) -> Any:
