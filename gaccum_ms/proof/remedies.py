@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -42,15 +43,13 @@ def remedies(comparison: Comparison) -> Iterator[Remedy]:
     """What may be wrong, the simplest first. `comparison` : shows the inputs."""
     options = comparison.rule.options
     if options.returns_ratio:
-        yield Remedy("its numerator is a mean: return the sum", lambda c: _mean_of_own(c) / _items(c).sum(0))
+        yield Remedy("its numerator is a mean: return the sum", _divided_mean)
     elif not options.loss_is_mean:
         items = "samples" if options.own_count is None else "items"
-        yield Remedy(
-            f'it is a mean over {items}: reduction="mean"',
-            (lambda c: _mean_of_own(c)) if options.own_count is None else lambda c: _mean_of_own(c) / _items(c).sum(0),
-        )
+        made = _mean_of_own if options.own_count is None else _divided_mean
+        yield Remedy(f'it is a mean over {items}: reduction="mean"', made)
     elif options.losses == 1:
-        yield Remedy('it is a sum: reduction="sum", or make it a mean', lambda c: c.losses.sum(0))
+        yield Remedy('it is a sum: reduction="sum", or make it a mean', _sum)
         yield from _counts(comparison)
     else:
         yield from _of_several(comparison)
@@ -64,37 +63,46 @@ def _mean_of_own(comparison: Comparison) -> np.ndarray:
     return mean(comparison.losses, _items(comparison))
 
 
+def _divided_mean(comparison: Comparison) -> np.ndarray:
+    return _mean_of_own(comparison) / _items(comparison).sum(0)
+
+
+def _sum(comparison: Comparison) -> np.ndarray:
+    return comparison.losses.sum(0)
+
+
 def _counts(comparison: Comparison) -> Iterator[Remedy]:
     own_count = comparison.rule.options.own_count
     known = list(known_counts(own_count, comparison.rule.call, comparison.both))
     for words, count in known:
-        yield Remedy(words, lambda c, count=count: _counted(c, count, 0))  # type: ignore[misc]
+        yield Remedy(words, functools.partial(_counted, count=count, least=0))
     for words, count in known:
         if not isinstance(count, (CountSamples, CountClassWeights)):
             what = "what 'count' counts" if count is own_count else words.removeprefix("count=")
-            yield Remedy(RATIO.format(count=what), lambda c, count=count: _counted(c, count, 1))  # type: ignore[misc]
+            yield Remedy(RATIO.format(count=what), functools.partial(_counted, count=count, least=1))
 
 
 def _of_several(comparison: Comparison) -> Iterator[Remedy]:
     """Other counts for those losses that differ."""
     counts = comparison.rule.options.counts
     for place in np.flatnonzero(comparison.off).tolist():
-
-        def one(c: Comparison, items: Any, place: int = place) -> np.ndarray | None:
-            if items is None:
-                return None
-            made = c.made.copy()
-            made[place] = items[place] if np.ndim(items) else items
-            return made
-
-        yield Remedy(f"loss {place} is a sum: make it a mean", lambda c, one=one: one(c, c.losses.sum(0)))  # type: ignore[misc]
+        of_place = functools.partial(_of_place, place)
+        yield Remedy(f"loss {place} is a sum: make it a mean", functools.partial(of_place, _sum))
         for words, count in known_counts(counts[place], comparison.rule.call, comparison.both):
             texts = ["None" if each is None else "..." for each in counts]
             texts[place] = "None" if words == "count=None" else words.removeprefix("count=")
-            yield Remedy(
-                f"count=({', '.join(texts)})",
-                lambda c, one=one, count=count: one(c, _counted(c, count, 0)),  # type: ignore[misc]
-            )
+            make = functools.partial(_counted, count=count, least=0)
+            yield Remedy(f"count=({', '.join(texts)})", functools.partial(of_place, make))
+
+
+def _of_place(place: int, make: Callable[[Comparison], np.ndarray | None], comparison: Comparison) -> np.ndarray | None:
+    """What is made of one loss, and what the options make of the others."""
+    losses = make(comparison)
+    if losses is None:
+        return None
+    made = comparison.made.copy()
+    made[place] = losses[place]
+    return made
 
 
 def _counted(comparison: Comparison, count: Any, least: int) -> np.ndarray | None:
