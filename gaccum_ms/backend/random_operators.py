@@ -56,11 +56,7 @@ def with_other_seeds(network: nn.Cell, copy: int) -> nn.Cell:
 
 def _draws(cell: nn.Cell) -> bool:
     kind: Any = type(cell)
-    return (
-        isinstance(cell, nn.Dropout1d)
-        or bool(_random_functions(kind))
-        or any(_is_random(value) for _, value in held_values(cell))
-    )
+    return bool(_random_functions(kind)) or any(_is_random(value) for _, value in held_values(cell))
 
 
 def _is_random(value: Any) -> bool:
@@ -142,13 +138,10 @@ class _Copies:
 
     def _of_cell(self, cell: nn.Cell) -> nn.Cell:
         if id(cell) not in self.made:
-            if isinstance(cell, nn.Dropout1d):
-                copied: nn.Cell = _Dropout1d(cell, self._other(self.number))
-            else:
-                kind: Any = type(cell)
-                copied = kind.__new__(kind)
-                flags, attributes = cell.__getstate__()
-                copied.__setstate__((flags, {**attributes, "_compile_cache": None}))
+            kind: Any = type(cell)
+            copied = kind.__new__(kind)
+            flags, attributes = cell.__getstate__()
+            copied.__setstate__((flags, {**attributes, "_compile_cache": None}))
             self.made[id(cell)] = cell, copied  # before its contents, which may hold it
             vars(copied).update({name: self.of(value) for name, value in vars(copied).items()})
         return self.made[id(cell)][1]
@@ -183,18 +176,5 @@ class _DropChannels(nn.Cell):
         self.dropout = ops.Dropout(keep_prob, seed, seed)
 
     def construct(self, x):
-        axes = 2 if x.ndim > 2 else 1
-        factors = self.dropout(ops.ones(x.shape[:axes] + (1,) * (x.ndim - axes), x.dtype))[0]
+        factors = self.dropout(ops.ones(x.shape[:2] + (1,) * (x.ndim - 2), x.dtype))[0]
         return x * factors, ops.broadcast_to(factors > 0, x.shape)
-
-
-class _Dropout1d(nn.Cell):
-    """What `nn.Dropout1d` computes, with a seed."""
-
-    def __init__(self, layer: nn.Dropout1d, seed: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.drops = layer.training and layer.prob > 0
-        self.channels = _DropChannels(1.0 - layer.prob, seed)
-
-    def construct(self, x):
-        return self.channels(x)[0] if self.drops else x
