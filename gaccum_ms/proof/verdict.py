@@ -72,7 +72,7 @@ def judge(batch: Batch, evaluation: Evaluation) -> Verdict:
     if group is None or not group.is_finite:
         return Verdict(UNDECIDED, "its losses are not finite")
     differ = [each for each in (group, comparison) if each is not None and each.off.any()]
-    remedy = _remedy(batch, differ, group, evaluation)
+    remedy = _remedy(differ, group)
     if not group.off.any() and remedy is None:
         return _equal(group, (why or "few samples show another loss") if batch.samples else "")
     if remedy is None:
@@ -80,7 +80,7 @@ def judge(batch: Batch, evaluation: Evaluation) -> Verdict:
     return Verdict(DIFFERENT, _measured(differ[0]), remedy)
 
 
-def _remedy(batch: Batch, differ: Sequence[Comparison], group: Comparison, evaluation: Evaluation) -> str | None:
+def _remedy(differ: Sequence[Comparison], group: Comparison) -> str | None:
     """The first that fits the samples, and holds for micro-batches; or fits these, as where samples belong together."""
     for comparison in reversed(differ):
         for remedy in remedies(comparison):
