@@ -267,13 +267,18 @@ class Update(nn.Cell):
         return overflow
 
 
-class OfWindow(graphs.OwnGraph):
-    """A graph of its own, that adds to a window or ends it."""
+class OfWindow(nn.Cell):
+    """A graph of its own, that adds to a window or ends it; with `jit` , in PyNative mode too."""
 
     def __init__(self, window: Any, update: Update, jit: bool) -> None:
-        super().__init__(jit)
+        super().__init__(auto_prefix=False)
+        self._jit = jit
         self.window = window
         self.update = update
+
+    def run_alone(self, *inputs: Any) -> Any:
+        """Call it from Python."""
+        return graphs.run(self, self._jit, *inputs)
 
 
 class WindowEnd(OfWindow):

@@ -26,9 +26,9 @@ from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.layers.window_batchnorm import WindowBatchNorm
 from gaccum_ms.losses import counts
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
+from gaccum_ms.proof.comparison import computes_in_16_bits
 from gaccum_ms.proof.first_batch import FirstBatch
 from gaccum_ms.proof.samples import joined
-from gaccum_ms.proof.tolerance import computes_in_16_bits
 from gaccum_ms.splitting.even_split import cut_axes
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 

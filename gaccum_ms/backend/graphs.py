@@ -27,18 +27,6 @@ _BY_PYTHON = "called_by_python"  # an attribute of a Cell, for its `construct` :
 _storage: weakref.WeakKeyDictionary[nn.Cell, tuple[int, list[tuple[ms.Parameter, int]]]] = weakref.WeakKeyDictionary()
 
 
-class OwnGraph(nn.Cell):
-    """A Cell that Python calls. It is compiled in graph mode and, with `jit` , in PyNative mode too."""
-
-    def __init__(self, jit: bool) -> None:
-        super().__init__(auto_prefix=False)
-        self._jit = jit
-
-    def run_alone(self, *inputs: Any) -> Any:
-        """Call it from Python."""
-        return run(self, self._jit, *inputs)
-
-
 _eager_runs: list[nn.Cell] = []  # those that Python has called, and that have not ended
 
 
@@ -80,15 +68,13 @@ def recorded_calls(cell: nn.Cell, jit: bool) -> Iterator[list[nn.Cell]]:
 
 
 def check_compilable(owner: str, jit: Any, name: str, functions: Iterable[Any]) -> None:
-    """Refuse a lambda that a graph cannot contain: MindSpore parses the lines of source in which it stands."""
-    if runs_eagerly(bool(jit)):
-        return
-    for function in functions:
-        if within := _lambda_within(function):
-            raise TypeError(
-                f"For '{owner}', a function as '{name}' is compiled from its lines of source, in which a lambda must "
-                f"stand alone, but got {within}. Define the function by 'def'."
-            )
+    """Refuse what a graph cannot contain: MindSpore parses the lines of source in which it stands."""
+    problem = None if runs_eagerly(bool(jit)) else uncompilable(functions)
+    if problem is not None:
+        raise TypeError(
+            f"For '{owner}', a function as '{name}' is compiled from its lines of source, in which a lambda must stand "
+            f"alone, but got {problem}. Define the function by 'def', in a file."
+        )
 
 
 def uncompilable(functions: Iterable[Any]) -> str | None:

@@ -16,7 +16,6 @@ from gaccum_ms.backend.parameters import own
 
 # On CPU, AdamW has no kernel (FusedAdamW cannot even be created). SGD silently writes nothing unless compiled; neither
 # does Adam, but for MindSpore 2.8 and 2.9.
-_WITHOUT_KERNELS = (mint.optim.AdamW,)
 _COMPILED_ONLY: tuple[type, ...] = (mint.optim.SGD,)
 if not ms.__version__.startswith(("2.8.", "2.9.")):
     _COMPILED_ONLY += (mint.optim.Adam,)
@@ -32,15 +31,14 @@ def refuse_without_kernels(owner: str, optimizer: nn.Cell) -> None:
     optimizer = without_shards(optimizer)
     if ms.get_context("device_target") != "CPU":
         return
-    name = type(optimizer).__name__
     if isinstance(optimizer, mint.optim.SGD) and ms.__version__.startswith("2.7."):
         raise ValueError(
             f"For '{owner}', the optimizer must write its weights, but got mint.optim.SGD, which with MindSpore "
             f"{ms.__version__} writes none on CPU. Use nn.SGD, or MindSpore 2.8."
         )
-    if isinstance(optimizer, _WITHOUT_KERNELS):
+    if isinstance(optimizer, mint.optim.AdamW):
         raise ValueError(
-            f"For '{owner}', the optimizer must have kernels on this device, but got mint.optim.{name} on CPU, for "
+            f"For '{owner}', the optimizer must have kernels on this device, but got mint.optim.AdamW on CPU, for "
             f"which MindSpore {ms.__version__} has none. Use mindspore.experimental.optim.AdamW, or "
             f"nn.AdamWeightDecay."
         )

@@ -11,8 +11,9 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -32,21 +33,17 @@ class NoiseOfRows:
     """The numbers that are drawn while some rows are evaluated."""
 
     def __init__(self) -> None:
-        self._rows: Sequence[int] | None = None
+        self.rows: Sequence[int] | None = None
         # Of each operator that has drawn, which axis has the rows, and the lengths of the others.
         self.drawn: list[tuple[int | None, tuple[int, ...]]] = []
 
     def begin(self, rows: Sequence[int] | None) -> None:
         """Evaluate these rows, by their numbers; None: let operators draw as they do."""
-        self._rows, self.drawn = rows, []
-
-    @property
-    def is_on(self) -> bool:
-        return self._rows is not None
+        self.rows, self.drawn = rows, []
 
     def numbers(self, draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray], shape: Any) -> np.ndarray:
         """Numbers of this shape, each row's by itself. `draw` : how a generator draws some of a shape."""
-        rows, number = self._rows or (), len(self.drawn)
+        rows, number = self.rows or (), len(self.drawn)
         axis = next((axis for axis, length in enumerate(shape) if length == len(rows)), None)
         others = tuple(length for place, length in enumerate(shape) if place != axis)
         self.drawn.append((axis, others))
@@ -64,19 +61,15 @@ def noise_of_rows(refuses_collectives: bool) -> Iterator[NoiseOfRows]:
     ]
     if refuses_collectives:
         calls += [(owner, name, _refused(thread, getattr(owner, name))) for owner, name in _collectives()]
-    before = [vars(owner).get(name) for owner, name, _ in calls]
-    for owner, name, call in calls:
-        setattr(owner, name, call)
-    try:
+    with ExitStack() as replaced:
+        for owner, name, call in calls:
+            replaced.enter_context(mock.patch.object(owner, name, call))
         yield noise
-    finally:
-        for (owner, name, _), value in zip(calls, before, strict=True):
-            delattr(owner, name) if value is None else setattr(owner, name, value)
 
 
 def _drawing(noise: NoiseOfRows, thread: int, original: Any, draw: Callable[..., Any]) -> Callable[..., Any]:
     def call(operator: Any, *inputs: Any) -> Any:
-        if noise.is_on and threading.get_ident() == thread:
+        if noise.rows is not None and threading.get_ident() == thread:
             return draw(noise, operator, *inputs)
         return original(operator, *inputs)
 
@@ -95,18 +88,18 @@ def _collectives() -> Iterator[tuple[Any, str]]:
 def _refused(thread: int, original: Any) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         if threading.get_ident() == thread:
-            raise ReachesOtherRanks
+            raise ReachesOtherRanks("the loss has a collective")
         return original(*arguments, **named)
 
     return call
 
 
 def _normal(noise: NoiseOfRows, operator: Any, shape: Any) -> ms.Tensor:
-    return ms.Tensor(noise.numbers(lambda generator, of: generator.standard_normal(of), _sizes(shape)), ms.float32)
+    return ms.Tensor(noise.numbers(np.random.Generator.standard_normal, _sizes(shape)), ms.float32)
 
 
 def _uniform(noise: NoiseOfRows, operator: Any, shape: Any) -> ms.Tensor:
-    return ms.Tensor(noise.numbers(lambda generator, of: generator.random(of), _sizes(shape)), ms.float32)
+    return ms.Tensor(noise.numbers(np.random.Generator.random, _sizes(shape)), ms.float32)
 
 
 def _integers(noise: NoiseOfRows, operator: Any, shape: Any, low: ms.Tensor, high: ms.Tensor) -> ms.Tensor:
@@ -115,7 +108,7 @@ def _integers(noise: NoiseOfRows, operator: Any, shape: Any, low: ms.Tensor, hig
 
 
 def _dropout(noise: NoiseOfRows, operator: Any, values: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
-    kept = noise.numbers(lambda generator, of: generator.random(of), values.shape) < operator.keep_prob
+    kept = noise.numbers(np.random.Generator.random, values.shape) < operator.keep_prob
     mask = ms.Tensor(kept / operator.keep_prob, values.dtype)
     return values * mask, mask
 

@@ -18,7 +18,7 @@ import random
 import types
 from typing import Any
 
-from mindspore import Tensor, nn, ops
+from mindspore import nn, ops
 
 from gaccum_ms.backend.held_cells import held_cells, held_values
 from gaccum_ms.backend.lent import lend
@@ -26,7 +26,6 @@ from gaccum_ms.backend.lent import lend
 _SEEDS = ("seed", "seed0", "seed1", "seed2", "Seed0", "Seed1")
 _MARK = "__function_forbid_reuse__"  # of MindSpore's functions that draw: each use in a graph has seeds of its own
 _LENT = object()  # the value of a mark of ours
-_METHODS = frozenset(name for name in dir(Tensor) if hasattr(getattr(Tensor, name, None), _MARK))
 # Their kernels on CPU have no seed: each begins with the same numbers.
 _OF_CHANNELS = (ops.Dropout2D, ops.Dropout3D)
 
@@ -45,8 +44,9 @@ def forbid_reuse(owner: Any, network: nn.Cell) -> None:
     network would share one graph of such a function, with one set of seeds."""
     for _, cell in held_cells(network):
         kind: Any = type(cell)
-        for function in _random_functions(kind)[1]:
-            lend(owner, function, _MARK, _LENT)
+        for function in _random_functions(kind):
+            if not _is_marked(function):
+                lend(owner, function, _MARK, _LENT)
 
 
 def with_other_seeds(network: nn.Cell, copy: int) -> nn.Cell:
@@ -54,22 +54,9 @@ def with_other_seeds(network: nn.Cell, copy: int) -> nn.Cell:
     return _Copies(copy).of(network)
 
 
-def shallow_copy(cell: nn.Cell, **children: nn.Cell) -> nn.Cell:
-    """A cell with the same attributes, but for these children."""
-    kind: Any = type(cell)
-    copied = kind.__new__(kind)
-    flags, attributes = cell.__getstate__()
-    copied.__setstate__((flags, {**attributes, "_cells": cell._cells | children, "_compile_cache": None}))
-    return copied
-
-
 def _draws(cell: nn.Cell) -> bool:
     kind: Any = type(cell)
-    return (
-        isinstance(cell, nn.Dropout1d)
-        or _random_functions(kind)[0]
-        or any(_is_random(value) for _, value in held_values(cell))
-    )
+    return bool(_random_functions(kind)) or any(_is_random(value) for _, value in held_values(cell))
 
 
 def _is_random(value: Any) -> bool:
@@ -82,25 +69,26 @@ def _seeds(operator: ops.Primitive) -> dict[str, int]:
 
 
 @functools.cache
-def _random_functions(kind: Any) -> tuple[bool, list[Any]]:
-    """Whether the code of a class may call a function that draws, by itself or in the functions that it calls; and
-    those of these functions that lack MindSpore's mark."""
+def _random_functions(kind: Any) -> list[types.FunctionType]:
+    """The functions that the code of a class may call, by itself or in those that it calls, and that draw."""
     of_class = [base for base in kind.__mro__ if base is not nn.Cell]
     methods = [method for base in of_class for name, method in vars(base).items() if name != "__init__"]
-    unmarked: list[Any] = []
-    draws = [_calls(method, set(), unmarked) for method in methods if isinstance(method, types.FunctionType)]
-    return any(draws), list(dict.fromkeys(unmarked))
+    found = [each for method in methods if isinstance(method, types.FunctionType) for each in _drawing(method, set())]
+    return list(dict.fromkeys(found))
 
 
-def _calls(function: Any, seen: set[Any], unmarked: list[Any]) -> bool:
+def _drawing(function: Any, seen: set[Any]) -> list[types.FunctionType]:
     function = inspect.unwrap(function)
     if function in seen:
-        return False
+        return []
     seen.add(function)
-    named, methods = _named_in(function)
-    drawing = [called for called in named if _is_marked(called) or _calls(called, seen, unmarked)]
-    unmarked += [called for called in drawing if not _is_marked(called)]
-    return bool(drawing) or not _METHODS.isdisjoint(methods)
+    found = []
+    for named in _named_in(function):
+        if _is_marked(named):
+            found.append(named)
+        elif inner := _drawing(named, seen):
+            found += [named, *inner]
+    return found
 
 
 def _is_marked(function: Any) -> bool:
@@ -108,22 +96,20 @@ def _is_marked(function: Any) -> bool:
     return getattr(function, _MARK, _LENT) is not _LENT
 
 
-def _named_in(function: types.FunctionType) -> tuple[list[types.FunctionType], set[str]]:
-    """The functions that a function's code names, through modules too; and the names of methods of other things."""
-    functions, methods = [], set()
+def _named_in(function: types.FunctionType) -> list[types.FunctionType]:
+    """The functions that a function's code names, through modules too."""
+    functions = []
     value: Any = None
     for step in dis.get_instructions(function):
         if step.opname == "LOAD_GLOBAL":
             value = function.__globals__.get(step.argval)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
             value = getattr(value, step.argval, None)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and value != "self":
-            methods.add(step.argval)
         else:
-            value = step.argval if step.opname.startswith("LOAD_FAST") else None
+            value = None
         if isinstance(value, types.FunctionType):
             functions.append(value)
-    return functions, methods
+    return functions
 
 
 class _Copies:
@@ -152,10 +138,10 @@ class _Copies:
 
     def _of_cell(self, cell: nn.Cell) -> nn.Cell:
         if id(cell) not in self.made:
-            if isinstance(cell, nn.Dropout1d):
-                copied: nn.Cell = _Dropout1d(cell, self._other(self.number))
-            else:
-                copied = shallow_copy(cell)
+            kind: Any = type(cell)
+            copied = kind.__new__(kind)
+            flags, attributes = cell.__getstate__()
+            copied.__setstate__((flags, {**attributes, "_compile_cache": None}))
             self.made[id(cell)] = cell, copied  # before its contents, which may hold it
             vars(copied).update({name: self.of(value) for name, value in vars(copied).items()})
         return self.made[id(cell)][1]
@@ -190,18 +176,5 @@ class _DropChannels(nn.Cell):
         self.dropout = ops.Dropout(keep_prob, seed, seed)
 
     def construct(self, x):
-        axes = 2 if x.ndim > 2 else 1
-        factors = self.dropout(ops.ones(x.shape[:axes] + (1,) * (x.ndim - axes), x.dtype))[0]
+        factors = self.dropout(ops.ones(x.shape[:2] + (1,) * (x.ndim - 2), x.dtype))[0]
         return x * factors, ops.broadcast_to(factors > 0, x.shape)
-
-
-class _Dropout1d(nn.Cell):
-    """What `nn.Dropout1d` computes, with a seed."""
-
-    def __init__(self, layer: nn.Dropout1d, seed: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.drops = layer.training and layer.prob > 0
-        self.channels = _DropChannels(1.0 - layer.prob, seed)
-
-    def construct(self, x):
-        return self.channels(x)[0] if self.drops else x

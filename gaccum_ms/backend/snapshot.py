@@ -1,24 +1,26 @@
 """Restores, bit for bit after a trial, everything that a network's `construct` may write, and the default generator.
 
 It covers values of Parameters, the cells' flags, and other attributes of cells: buffers and other Tensors, NumPy
-arrays, numbers, and lists, dicts and sets of these. Objects of other classes are not restored, because there is no
-general way to copy them.
+arrays, numbers, and containers of these. Objects of other classes are not restored.
 """
 
 from __future__ import annotations
 
+import collections
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+from gaccum_ms.backend.held_cells import held_values
 from gaccum_ms.backend.parameters import overwrite
 
 # MindSpore's own attributes of a Cell, among them its compiled graphs; buffers are not among them.
 OF_EVERY_CELL = frozenset(vars(nn.Cell())) - {"_buffers"}
+CONTAINERS = (list, collections.deque, dict, set, np.ndarray)
 
 
 class Snapshot:
@@ -32,23 +34,30 @@ class Snapshot:
         self.tensors: dict[int, tuple[ms.Tensor, np.ndarray]] = {}
         for root in roots:
             for parameter in root.get_parameters():
-                self._keep_values(parameter, self.parameters)
+                self._keep_value(parameter, self.parameters)
         cells = {id(cell): cell for root in roots for _, cell in root.cells_and_names()}
         self.flags = [(cell, cell.training, cell.requires_grad) for cell in cells.values()]
-        self._undo = [self._keep_attributes(cell) for cell in cells.values()]
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each cell, and those that it had
+        self._contents: list[tuple[Any, Any]] = []  # containers among them, and copies of these
+        for cell in cells.values():
+            self._keep_attributes(cell)
         self.generator = ms.get_rng_state()
 
     def restore_values(self, only: Container[int] | None = None) -> None:
         """Restore Parameters and all other state, without flags and generator. `only` : the ids of Parameters; others
         are left."""
-        for undo in self._undo:
-            undo()
+        for attributes, own in self._attributes:
+            for name in attributes.keys() - own.keys() - OF_EVERY_CELL:
+                if not name.startswith("_"):  # these are MindSpore's notes from compiling
+                    del attributes[name]
+            attributes.update(own)
+        for container, contents in self._contents:
+            refill(container, contents)
         for key, (parameter, value) in self.parameters.items():
-            if (only is None or key in only) and not has_value(parameter, value):
-                overwrite(parameter, ms.Tensor(value, parameter.dtype))  # compiled graphs need not see set_data
+            if only is None or key in only:
+                restore_value(parameter, value)
         for tensor, value in self.tensors.values():
-            if not has_value(tensor, value):  # most are constants, also in graphs
-                overwrite(tensor, ms.Tensor(value, tensor.dtype))
+            restore_value(tensor, value)
 
     def restore(self) -> None:
         self.restore_values()
@@ -62,50 +71,35 @@ class Snapshot:
         saved = [*self.parameters.values(), *self.tensors.values()]
         return [tensor for tensor, value in saved if has_value(tensor, value)]
 
-    def _keep_values(self, tensor: ms.Tensor, saved: dict[int, tuple[ms.Tensor, np.ndarray]]) -> None:
+    def _keep_value(self, tensor: ms.Tensor, saved: dict[int, tuple[ms.Tensor, np.ndarray]]) -> None:
         if id(tensor) not in self._left_out and id(tensor) not in saved:
             saved[id(tensor)] = tensor, as_numpy(tensor)
 
-    def _keep_attributes(self, cell: nn.Cell) -> Callable[[], None]:
-        attributes = vars(cell)
-        saved = {
-            name: (value, self._keep(value))
-            for name, value in attributes.items()
-            if name not in OF_EVERY_CELL and not isinstance(value, (nn.Cell, ms.Parameter, ms.ParameterTuple))
-        }
-        known = set(attributes)
+    def _keep_attributes(self, cell: nn.Cell) -> None:
+        held = [(name, value) for name, value in held_values(cell) if name.partition(".")[0] not in OF_EVERY_CELL]
+        self._attributes.append((vars(cell), {name: value for name, value in held if name in vars(cell)}))
+        for _, value in held:
+            if isinstance(value, ms.Tensor) and not isinstance(value, ms.Parameter):
+                self._keep_value(value, self.tensors)
+            elif type(value) in CONTAINERS:
+                self._contents.append((value, value.copy()))
 
-        def undo() -> None:
-            for name in set(attributes) - known - OF_EVERY_CELL:
-                if not name.startswith("_"):  # these are MindSpore's notes from compiling
-                    del attributes[name]
-            for name, (value, undo_value) in saved.items():
-                if attributes.get(name) is not value:
-                    attributes[name] = value
-                undo_value()
 
-        return undo
+def refill(container: Any, contents: Any) -> None:
+    """Put back what the container's `copy` method has given."""
+    if isinstance(container, np.ndarray):
+        if container.flags.writeable:
+            np.copyto(container, contents)
+        return
+    container.clear()
+    add = container.update if isinstance(container, (dict, set)) else container.extend
+    add(contents)
 
-    def _keep(self, value: Any) -> Callable[[], None]:
-        """A function that restores a value that was modified in place."""
-        if isinstance(value, ms.Tensor) and not isinstance(value, ms.Parameter):
-            self._keep_values(value, self.tensors)
-        elif isinstance(value, np.ndarray):
-            array = value.copy()
-            return lambda: np.copyto(value, array) if value.flags.writeable else None
-        elif type(value) in (list, dict, set, tuple):
-            inner = [self._keep(entry) for entry in (value.values() if isinstance(value, dict) else value)]
-            copy = value.copy() if not isinstance(value, tuple) else value
 
-            def undo() -> None:
-                if not isinstance(value, tuple):
-                    value.clear()
-                    value.extend(copy) if isinstance(value, list) else value.update(copy)
-                for undo_entry in inner:
-                    undo_entry()
-
-            return undo
-        return lambda: None
+def restore_value(tensor: ms.Tensor, value: np.ndarray) -> None:
+    """Write a value, unless the Tensor has it: most are constants, also in graphs, which need not see `set_data` ."""
+    if not has_value(tensor, value):
+        overwrite(tensor, ms.Tensor(value, tensor.dtype))
 
 
 def has_value(tensor: ms.Tensor, value: np.ndarray) -> bool:

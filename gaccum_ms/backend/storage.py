@@ -35,11 +35,8 @@ def keep_in_place(owner: nn.Cell, parameters: Iterable[ms.Parameter], written: C
     told = weakref.WeakMethod(written) if written is not None else None
     for parameter in parameters:
         of_others = vars(parameter).get("assign_value")  # as of another step
-        lend(owner, parameter, "assign_value", of_others or _in_place(parameter, told))
-
-
-def _in_place(parameter: ms.Parameter, told: weakref.WeakMethod | None) -> Callable[[ms.Tensor], ms.Parameter]:
-    return functools.partial(_assign_in_place, weakref.ref(parameter), told)
+        in_place = functools.partial(_assign_in_place, weakref.ref(parameter), told)
+        lend(owner, parameter, "assign_value", of_others or in_place)
 
 
 def _assign_in_place(

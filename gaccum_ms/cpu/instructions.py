@@ -23,7 +23,6 @@ from pathlib import Path
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 AVX2 = "AVX2"
-_OLD_VARIABLE = "DNNL_MAX_CPU_ISA"  # oneDNN reads it too
 _AVX512_CORE = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # Linux's flags; with all four, oneDNN uses AVX-512
 
 # From oneDNN's C interface, dnnl_types.h.
@@ -63,24 +62,19 @@ def is_onednn_2() -> bool:
     return tuple(map(int, re.findall(r"\d+", version)[:2])) < (2, 9)
 
 
-def chosen() -> str:
-    """The limit in the environment, as ``name=value`` ; empty if there is none."""
-    return next((f"{name}={os.environ[name]}" for name in (VARIABLE, _OLD_VARIABLE) if name in os.environ), "")
-
-
 def description() -> str:
     """How convolutions run on this CPU, for `gaccum-ms check` ."""
     if not has_avx512() or is_onednn_2():
         return "convolutions are fast"
-    if chosen():
-        return f"{chosen()} decides how fast convolutions are"
+    if VARIABLE in os.environ:
+        return f"{VARIABLE}={os.environ[VARIABLE]} decides how fast convolutions are"
     return f"convolutions are fast, because gaccum_ms sets {VARIABLE}={AVX2}"
 
 
 def limit_instructions() -> None:
     """Limit oneDNN to AVX2, in this process and those that it starts, and log it; or warn that it is too late. Nothing
     is done on a CPU without AVX-512, with oneDNN 2, or if the environment sets a limit."""
-    if chosen() or not has_avx512() or is_onednn_2():
+    if VARIABLE in os.environ or not has_avx512() or is_onednn_2():
         return
     if _limit_this_process():
         os.environ[VARIABLE] = AVX2

@@ -7,6 +7,8 @@ the whole batch's loss.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,12 +31,9 @@ def broadcast_input(
 ) -> str | None:
     """The input that is broadcast, and the shape that it needs, in words; None if there is none. `loss_of` : the
     network's loss on a micro-batch."""
-
-    def equal(loss: float, other: float) -> bool:
-        return abs(loss - other) <= tolerance * max(abs(other), 1e-30)
-
     if options.axis != 0 or options.several_losses:
         return None
+    equal = functools.partial(math.isclose, rel_tol=tolerance)
     whole = loss_of(batch)
     for position in range(1, len(batch)):
         if position in options.shared or not equal(loss_of(_moved(batch, position)), whole):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
+import mindspore as ms
 import numpy as np
+from mindspore import nn
 
 from gaccum_ms.backend.noise_of_rows import NoiseOfRows
 from gaccum_ms.proof.rule import Inputs, Numbers, Rule
@@ -15,27 +18,23 @@ _TIMES_NOISE = 5
 _RANDOM = 0.3  # of the loss
 
 
-class Evaluation:
+class Evaluation(NamedTuple):
     """Evaluates parts, each without an effect on the next. `tolerance` : the relative error that is rounding."""
 
-    def __init__(self, rule: Rule, noise: NoiseOfRows, put_back: Callable[[], None], tolerance: float) -> None:
-        self.rule = rule
-        self.tolerance = tolerance
-        self._noise = noise
-        self._put_back = put_back
-
-    def with_rule(self, rule: Rule) -> Evaluation:
-        return Evaluation(rule, self._noise, self._put_back, self.tolerance)
+    rule: Rule
+    noise: NoiseOfRows
+    put_back: Callable[[], None]
+    tolerance: float
 
     def of(self, part: Inputs, rows: Sequence[int] | None = None) -> tuple[Numbers, list]:
         """The numbers of a part, and where its random numbers had their rows. `rows` : its samples, if each is to draw
         the same numbers in any part."""
-        self._noise.begin(rows)
+        self.noise.begin(rows)
         try:
-            return self.rule.numbers(part), self._noise.drawn
+            return self.rule.numbers(part), self.noise.drawn
         finally:
-            self._noise.begin(None)
-            self._put_back()
+            self.noise.begin(None)
+            self.put_back()
 
 
 class Comparison:
@@ -106,3 +105,16 @@ class Comparison:
         spread = np.ptp(self.losses, 0) / self.scale
         silent = (self.noise / self.scale <= self.tolerance).all()
         return self.is_finite and bool(silent and (spread > 10 * self.tolerance).any())
+
+
+def computes_in_16_bits(networks: Iterable[nn.Cell], dtypes: Iterable[Any]) -> bool:
+    """Whether networks compute in 16 bits, and so round more. `dtypes` : those of weights, accumulators and inputs."""
+    if any(dtype in (ms.float16, ms.bfloat16) for dtype in dtypes):
+        return True
+    return any(
+        cell.get_flags().get("fp16")
+        or cell.get_flags().get("bf16")
+        or str(getattr(cell, "mixed_precision_type", None)).endswith(("FP16", "BF16", "AUTO"))
+        for network in networks
+        for _, cell in network.cells_and_names()
+    )

@@ -22,10 +22,9 @@ from gaccum_ms.layers.batchnorm import batch_norm_names, layers_with_statistics
 from gaccum_ms.layers.dropout import dropouts
 from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.options.options import Options
-from gaccum_ms.proof.comparison import Evaluation
+from gaccum_ms.proof.comparison import Evaluation, computes_in_16_bits
 from gaccum_ms.proof.rule import Inputs, Rule
 from gaccum_ms.proof.samples import are_rows_of
-from gaccum_ms.proof.tolerance import computes_in_16_bits
 from gaccum_ms.proof.verdict import DIFFERENT, EQUAL, LATER, RANDOM, UNDECIDED, Batch, Verdict, judge
 
 VARIABLE = "GACCUM_MS_CHECK"
@@ -35,12 +34,16 @@ _SAMPLES = 5
 _MOST_WORK = {"CPU": 2**37}
 _MOST_WORK_ON_DEVICES = 2**45
 _MOST_OF_MICRO_BATCH = 8  # how many times as large a batch may be that is evaluated whole
-_SKIPPED, _SKIPPED_SO_FAR = "skipped", "skipped so far"
+_SKIPPED = "skipped"
 
 _COMPARES = (
     "No sum and no known count explains it. If the loss compares samples, or is a function of a mean, as a root is, "
     "{of_batch} is exact; if it is a mean over other items than samples, {count}."
 )
+
+
+class _LeftOut(Exception):
+    """Why nothing is measured."""
 
 
 class FirstBatch:
@@ -83,7 +86,7 @@ class FirstBatch:
     def skip(self, why: str, so_far: bool = False) -> None:
         """Leave the proof out, unless a batch has been looked at. `so_far` : until Python gives one."""
         if not self.is_over and not self._calls:
-            self.verdict = Verdict(_SKIPPED_SO_FAR if so_far else _SKIPPED, why)
+            self.verdict = Verdict(UNDECIDED if so_far else _SKIPPED, why)
 
     def look(
         self,
@@ -101,6 +104,8 @@ class FirstBatch:
         earlier, self._before = self._before, None
         try:
             self.verdict = self._proved(inputs, axes, micro_batches, earlier, count)
+        except (_LeftOut, CannotPutBack, ReachesOtherRanks) as reason:
+            self.verdict = Verdict(_SKIPPED, str(reason))
         except Exception as error:  # the network cannot run so, in one of MindSpore's many ways; training goes on
             self.verdict = Verdict(_SKIPPED, f"{type(error).__name__}: {str(error).strip()[:200]}")
         if self.verdict.kind == LATER and earlier is None and axes is not None:
@@ -123,8 +128,6 @@ class FirstBatch:
         count: float | None,
     ) -> Verdict:
         batch = self._batch(inputs, axes, micro_batches)
-        if isinstance(batch, Verdict):
-            return batch
         if count is not None:
             batch.samples = 0
         if earlier is not None:
@@ -133,25 +136,16 @@ class FirstBatch:
             if len(micro_batches()) < 2:
                 batch.micro_batches, batch.whole = functools.partial(list, [before, inputs]), None
             if (count is None) != (count_before is None):
-                return Verdict(_SKIPPED, "some calls give a count, and some do not")
+                raise _LeftOut("some calls give a count, and some do not")
             if count is not None and count_before is not None:
                 count_of = _count_of(before, count_before, inputs, count)
-                batch.options = dataclasses.replace(batch.options, count=count_of)
+                batch.rule.options = dataclasses.replace(self._options, count=count_of)
         for network in self._networks:
             for parameter in network.get_parameters():
                 if parameter.has_init:
                     parameter.init_data()
-        verdict = Verdict(UNDECIDED, "")
-        for in_evaluation in (_layers_with_modes, _all_cells):
-            try:
-                verdict = self._judged(batch, in_evaluation)
-            except ReachesOtherRanks:
-                return Verdict(_SKIPPED, "the loss has a collective")
-            except CannotPutBack as error:
-                return Verdict(_SKIPPED, str(error))
-            if verdict.kind != UNDECIDED or verdict.why != RANDOM:
-                break
-        return verdict
+        verdict = self._judged(batch, _layers_with_modes)
+        return verdict if verdict.why != RANDOM else self._judged(batch, _all_cells)
 
     def _judged(self, batch: Batch, in_evaluation: Callable[[nn.Cell], Sequence[nn.Cell]]) -> Verdict:
         off = [cell for network in self._networks for cell in in_evaluation(network)]
@@ -160,9 +154,8 @@ class FirstBatch:
             noise_of_rows(group_size_or_1() > 1) as noise,
         ):
             if any(batch_norm_names(network, as_now=True) for network in self._networks):
-                return Verdict(_SKIPPED, "a BatchNorm layer has no evaluation mode")
-            rule = Rule(batch.options, self._function, batch.axes)
-            return judge(batch, Evaluation(rule, noise, put_back, self._tolerance(batch.inputs)))
+                raise _LeftOut("a BatchNorm layer has no evaluation mode")
+            return judge(batch, Evaluation(batch.rule, noise, put_back, self._tolerance(batch.inputs)))
 
     def _tolerance(self, inputs: Inputs) -> float:
         weights = [weight.dtype for network in self._networks for weight in network.trainable_params()]
@@ -171,26 +164,27 @@ class FirstBatch:
 
     def _batch(
         self, inputs: Inputs, axes: Sequence[int] | None, micro_batches: Callable[[], Sequence[Inputs]]
-    ) -> Batch | Verdict:
-        """What is evaluated, or why nothing is."""
+    ) -> Batch:
+        """What is evaluated."""
         options, whole = self._options, None
         samples = _SAMPLES if axes is not None else 0
-        if samples and self._work(inputs, axes, 2 * samples) > _most_work():
+        most_work = _MOST_WORK.get(ms.get_context("device_target"), _MOST_WORK_ON_DEVICES)
+        if samples and self._work(inputs, axes, 2 * samples) > most_work:
             samples = 2
-            if self._work(inputs, axes, 2 * samples) > _most_work():
-                return Verdict(_SKIPPED, "a forward takes too long")
+            if self._work(inputs, axes, 2 * samples) > most_work:
+                raise _LeftOut("a forward takes too long")
         if options.splits_in_python:
             parts = micro_batches()
             sizes, size = [_size(part) for part in parts], _size(inputs)
             if len(parts) > 1 and size > _MOST_OF_MICRO_BATCH * max(sizes):
                 if axes is None:
-                    return Verdict(_SKIPPED, "the batch is too large to be evaluated whole")
+                    raise _LeftOut("the batch is too large to be evaluated whole")
                 micro_batches = list
             elif axes is None and not are_rows_of(parts, inputs):
-                return Verdict(_SKIPPED, "its function makes other samples of the batch")
+                raise _LeftOut("its function makes other samples of the batch")
             whole = inputs
-        own_axes = tuple(axes) if axes is not None else (0,) * len(inputs)
-        return Batch(self._function, options, inputs, own_axes, samples, micro_batches, whole)
+        rule = Rule(options, self._function, tuple(axes) if axes is not None else (0,) * len(inputs))
+        return Batch(rule, inputs, samples, micro_batches, whole)
 
     def _work(self, inputs: Inputs, axes: Any, samples: int) -> int:
         entries = sum(parameter.size for network in self._networks for parameter in network.get_parameters())
@@ -234,10 +228,6 @@ def _layers_with_modes(network: nn.Cell) -> list[nn.Cell]:
 
 def _all_cells(network: nn.Cell) -> list[nn.Cell]:
     return [cell for _, cell in network.cells_and_names()]
-
-
-def _most_work() -> int:
-    return _MOST_WORK.get(ms.get_context("device_target"), _MOST_WORK_ON_DEVICES)
 
 
 def _size(inputs: Inputs) -> int:

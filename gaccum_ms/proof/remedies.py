@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -14,7 +15,8 @@ from gaccum_ms.losses.counts import CountMask, CountSamples
 from gaccum_ms.losses.counts_of_labels import CountClassWeights, CountNotIgnored
 from gaccum_ms.losses.known_losses import cells_of, integer_inputs, losses_of_labels
 from gaccum_ms.proof.comparison import Comparison
-from gaccum_ms.proof.rule import Inputs, Rule, mean, number
+from gaccum_ms.proof.rule import Inputs, mean, number
+from gaccum_ms.splitting.even_split import EvenSplit
 
 RATIO = (
     'reduction="ratio", min_count=1 in place of a count, where the network returns the sum and {count}: a micro-batch '
@@ -37,22 +39,20 @@ class Remedy(NamedTuple):
         return value is not None and comparison.holds(value)
 
 
-def remedies(comparison: Comparison, rule: Rule, function: Any) -> Iterator[Remedy]:
+def remedies(comparison: Comparison) -> Iterator[Remedy]:
     """What may be wrong, the simplest first. `comparison` : shows the inputs."""
-    options = rule.options
+    options = comparison.rule.options
     if options.returns_ratio:
-        yield Remedy("its numerator is a mean: return the sum", lambda c: _mean_of_own(c) / _items(c).sum(0))
+        yield Remedy("its numerator is a mean: return the sum", _divided_mean)
     elif not options.loss_is_mean:
         items = "samples" if options.own_count is None else "items"
-        yield Remedy(
-            f'it is a mean over {items}: reduction="mean"',
-            (lambda c: _mean_of_own(c)) if options.own_count is None else lambda c: _mean_of_own(c) / _items(c).sum(0),
-        )
+        made = _mean_of_own if options.own_count is None else _divided_mean
+        yield Remedy(f'it is a mean over {items}: reduction="mean"', made)
     elif options.losses == 1:
-        yield Remedy('it is a sum: reduction="sum", or make it a mean', lambda c: c.losses.sum(0))
-        yield from _counts(options.own_count, function, comparison.both)
+        yield Remedy('it is a sum: reduction="sum", or make it a mean', _sum)
+        yield from _counts(comparison)
     else:
-        yield from _of_several(comparison, rule, function)
+        yield from _of_several(comparison)
 
 
 def _items(comparison: Comparison) -> np.ndarray:
@@ -63,48 +63,72 @@ def _mean_of_own(comparison: Comparison) -> np.ndarray:
     return mean(comparison.losses, _items(comparison))
 
 
-def _counts(own_count: Any, function: Any, batch: Inputs) -> Iterator[Remedy]:
-    for words, count in known_counts(own_count, function, batch):
-        yield Remedy(words, lambda c, count=count: _counted(c, count, 0))  # type: ignore[misc]
-    for words, count in known_counts(own_count, function, batch):
+def _divided_mean(comparison: Comparison) -> np.ndarray:
+    return _mean_of_own(comparison) / _items(comparison).sum(0)
+
+
+def _sum(comparison: Comparison) -> np.ndarray:
+    return comparison.losses.sum(0)
+
+
+def _counts(comparison: Comparison) -> Iterator[Remedy]:
+    own_count = comparison.rule.options.own_count
+    known = list(known_counts(own_count, comparison.rule.call, comparison.both))
+    for words, count in known:
+        yield Remedy(words, functools.partial(_counted, count=count, least=0))
+    for words, count in known:
         if not isinstance(count, (CountSamples, CountClassWeights)):
             what = "what 'count' counts" if count is own_count else words.removeprefix("count=")
-            yield Remedy(RATIO.format(count=what), lambda c, count=count: _counted(c, count, 1))  # type: ignore[misc]
+            yield Remedy(RATIO.format(count=what), functools.partial(_counted, count=count, least=1))
 
 
-def _of_several(comparison: Comparison, rule: Rule, function: Any) -> Iterator[Remedy]:
+def _of_several(comparison: Comparison) -> Iterator[Remedy]:
     """Other counts for those losses that differ."""
-    counts, off = list(rule.options.counts), comparison.off
-    for place in np.flatnonzero(off).tolist():
-
-        def one(c: Comparison, items: Any, place: int = place) -> np.ndarray | None:
-            if items is None:
-                return None
-            made = c.made.copy()
-            made[place] = items[place] if np.ndim(items) else items
-            return made
-
-        yield Remedy(f"loss {place} is a sum: make it a mean", lambda c, one=one: one(c, c.losses.sum(0)))  # type: ignore[misc]
-        for words, count in known_counts(counts[place], function, comparison.both):
+    counts = comparison.rule.options.counts
+    for place in np.flatnonzero(comparison.off).tolist():
+        of_place = functools.partial(_of_place, place)
+        yield Remedy(f"loss {place} is a sum: make it a mean", functools.partial(of_place, _sum))
+        for words, count in known_counts(counts[place], comparison.rule.call, comparison.both):
             texts = ["None" if each is None else "..." for each in counts]
             texts[place] = "None" if words == "count=None" else words.removeprefix("count=")
-            yield Remedy(
-                f"count=({', '.join(texts)})",
-                lambda c, one=one, count=count: one(c, _counted(c, count, 0)),  # type: ignore[misc]
-            )
+            make = functools.partial(_counted, count=count, least=0)
+            yield Remedy(f"count=({', '.join(texts)})", functools.partial(of_place, make))
+
+
+def _of_place(place: int, make: Callable[[Comparison], np.ndarray | None], comparison: Comparison) -> np.ndarray | None:
+    """What is made of one loss, and what the options make of the others."""
+    losses = make(comparison)
+    if losses is None:
+        return None
+    made = comparison.made.copy()
+    made[place] = losses[place]
+    return made
 
 
 def _counted(comparison: Comparison, count: Any, least: int) -> np.ndarray | None:
-    """The loss, weighed by a count, which is at least `least` in each part, as of a loss that divides so."""
+    return counted(comparison.losses, comparison.parts, count, least)
+
+
+def counted(losses: np.ndarray, parts: Sequence[Inputs], count: Any, least: int) -> np.ndarray | None:
+    """The losses of all parts together, weighed by a count, which is at least `least` in each part, as of a loss that
+    divides so; None if it does not fit the inputs. `losses` : a row for each part."""
     try:
-        items = np.array([number(count(*part)) for part in comparison.parts])
-    except Exception:  # it does not fit the inputs
+        items = np.array([number(count(*part)) for part in parts])
+    except Exception:  # whatever a function of the user's raises
         return None
     if not (np.isfinite(items).all() and (items >= 0).all() and items.sum() > 0):
         return None
     if least:
-        return (comparison.losses * np.maximum(items, least)[:, None]).sum(0) / max(items.sum(), least)
-    return mean(comparison.losses, items[:, None])
+        return (losses * np.maximum(items, least)[:, None]).sum(0) / max(items.sum(), least)
+    return mean(losses, items[:, None])
+
+
+def splits_on_other_axes(inputs: Inputs) -> Iterator[tuple[tuple[int, ...], EvenSplit]]:
+    """Axes of samples that may be meant, such as of sequences with time in front, and the splits that name them."""
+    for axes in itertools.product(*((1, 0) if getattr(value, "ndim", 0) > 1 else (0,) for value in inputs)):
+        lengths = {value.shape[axis] for axis, value in zip(axes, inputs, strict=True)}
+        if any(axes) and len(lengths) == 1:
+            yield axes, EvenSplit(axis=1 if all(axes) else axes)
 
 
 def known_counts(own_count: Any, function: Any, batch: Inputs) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,14 +22,14 @@ class Numbers(NamedTuple):
     items: np.ndarray
 
 
+@dataclasses.dataclass
 class Rule:
     """The losses of parts, by options. `call` : the network, or the function of a loop; `axes` : those of samples."""
 
-    def __init__(self, options: Options, call: Callable[..., Any], axes: Sequence[int]) -> None:
-        self.options = options
-        self.axes = tuple(axes)
-        self.call = call
-        self.is_bfloat16 = False  # whether the losses that were seen are
+    options: Options
+    call: Callable[..., Any]
+    axes: tuple[int, ...]
+    is_bfloat16: bool = False  # whether the losses that were seen are
 
     def samples(self, part: Inputs) -> int:
         return part[0].shape[self.options.first_axis]

@@ -11,9 +11,8 @@ micro-batches that training makes
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from mindspore import nn
@@ -22,7 +21,7 @@ from gaccum_ms.backend.noise_of_rows import ReachesOtherRanks
 from gaccum_ms.options.options import Options
 from gaccum_ms.proof.broadcasting import broadcast_input
 from gaccum_ms.proof.comparison import Comparison, Evaluation
-from gaccum_ms.proof.remedies import remedies
+from gaccum_ms.proof.remedies import remedies, splits_on_other_axes
 from gaccum_ms.proof.rule import Inputs, Rule
 from gaccum_ms.proof.samples import few, joined
 from gaccum_ms.splitting.even_split import UNCUT, EvenSplit, cut_axes, rows_of
@@ -45,10 +44,8 @@ class Batch:
     """What the proof evaluates. `samples` : of both parts, how many at most; 0: the inputs are not the network's, or
     nobody knows their samples. `whole` : the inputs, if they are all micro-batches together."""
 
-    function: Callable[..., Any]
-    options: Options
+    rule: Rule
     inputs: Inputs
-    axes: tuple[int, ...]
     samples: int
     micro_batches: Callable[[], Sequence[Inputs]]
     whole: Inputs | None = None
@@ -75,7 +72,7 @@ def judge(batch: Batch, evaluation: Evaluation) -> Verdict:
     if group is None or not group.is_finite:
         return Verdict(UNDECIDED, "its losses are not finite")
     differ = [each for each in (group, comparison) if each is not None and each.off.any()]
-    remedy = _remedy(batch, differ, group, evaluation)
+    remedy = _remedy(differ, group)
     if not group.off.any() and remedy is None:
         return _equal(group, (why or "few samples show another loss") if batch.samples else "")
     if remedy is None:
@@ -83,10 +80,10 @@ def judge(batch: Batch, evaluation: Evaluation) -> Verdict:
     return Verdict(DIFFERENT, _measured(differ[0]), remedy)
 
 
-def _remedy(batch: Batch, differ: Sequence[Comparison], group: Comparison, evaluation: Evaluation) -> str | None:
+def _remedy(differ: Sequence[Comparison], group: Comparison) -> str | None:
     """The first that fits the samples, and holds for micro-batches; or fits these, as where samples belong together."""
     for comparison in reversed(differ):
-        for remedy in remedies(comparison, evaluation.rule, batch.function):
+        for remedy in remedies(comparison):
             if remedy.fits(comparison) and remedy.holds(group):
                 return remedy.words
     return None
@@ -95,18 +92,16 @@ def _remedy(batch: Batch, differ: Sequence[Comparison], group: Comparison, evalu
 def _of_samples(batch: Batch, evaluation: Evaluation) -> tuple[Comparison | None, str]:
     if batch.samples < 2 or evaluation.rule.samples(batch.inputs) < 2:
         return None, "no few samples can be taken"
-    comparison = None
-    for number, parts in enumerate(few(batch.inputs, batch.axes, batch.samples)):
-        inputs = [rows_of(batch.inputs, batch.axes, places) for places in (*parts, np.concatenate(parts))]
+    for number, parts in enumerate(few(batch.inputs, batch.rule.axes, batch.samples)):
+        inputs = [rows_of(batch.inputs, batch.rule.axes, places) for places in (*parts, np.concatenate(parts))]
         try:
             comparison = Comparison(evaluation, inputs[:2], inputs[2])
         except (ReachesOtherRanks, RecursionError):  # the second: MindSpore's, of a gradient within, in graph mode
             raise
         except Exception as error:  # samples may belong together, as pairs do
             return None, f"{type(error).__name__} with few samples"
-        if comparison.is_random:
-            return comparison, ""
-        if comparison.is_finite and (np.isfinite(comparison.losses).all() or number > 2):
+        has_losses = comparison.is_finite and (np.isfinite(comparison.losses).all() or number > 2)
+        if comparison.is_random or has_losses:
             return comparison, ""
     return None, "its losses are not finite"
 
@@ -134,7 +129,7 @@ def _equal(comparison: Comparison, why: str = "") -> Verdict:
 
 def _measured(comparison: Comparison) -> str:
     losses = ", ".join(map(_text, comparison.losses[:4])) + (", ..." if len(comparison.losses) > 4 else "")
-    samples = [part[0].shape[comparison.rule.options.first_axis] for part in comparison.parts[:4]]
+    samples = map(comparison.rule.samples, comparison.parts[:4])
     return (
         f"parts of {', '.join(map(str, samples))} sample(s) have {losses}, of which the options make "
         f"{_text(comparison.made)}, and all of them together have {_text(comparison.whole)}"
@@ -151,11 +146,11 @@ def _text(losses: np.ndarray) -> str:
 
 def _of_inputs(batch: Batch, group: Comparison, evaluation: Evaluation) -> str | None:
     """An input that is broadcast, or samples on another axis, or an input without samples."""
-    if batch.whole is not None or batch.options.returns_ratio or batch.options.losses > 1:
+    if batch.whole is not None or batch.rule.options.returns_ratio or batch.rule.options.losses > 1:
         return None
     broadcast = broadcast_input(
-        batch.options,
-        batch.function,
+        batch.rule.options,
+        batch.rule.call,
         group.both,
         group.parts,
         lambda part: float(evaluation.of(part)[0].losses[0]),
@@ -165,29 +160,27 @@ def _of_inputs(batch: Batch, group: Comparison, evaluation: Evaluation) -> str |
 
 
 def _on_other_axes(batch: Batch, evaluation: Evaluation) -> str | None:
-    if batch.options.shared or not isinstance(batch.function, nn.Cell):
+    if batch.rule.options.shared or not isinstance(batch.rule.call, nn.Cell):
         return None
-    for axes in itertools.product(*((1, 0) if getattr(value, "ndim", 0) > 1 else (0,) for value in batch.inputs)):
-        lengths = {value.shape[axis] for axis, value in zip(axes, batch.inputs, strict=True)}
-        if any(axes) and len(lengths) == 1 and axes != batch.axes:
-            axis: Any = 1 if all(axes) else axes
-            options = dataclasses.replace(batch.options, split=EvenSplit(axis=axis))
+    for axes, split in splits_on_other_axes(batch.inputs):
+        if axes != batch.rule.axes:
+            options = dataclasses.replace(batch.rule.options, split=split)
             places = next(few(batch.inputs, axes, batch.samples))
             parts = [rows_of(batch.inputs, axes, place) for place in (*places, np.concatenate(places))]
             if _makes_equal(options, axes, parts[:2], parts[2], evaluation):
-                return f"split=EvenSplit(axis={axis})"
+                return f"split=EvenSplit(axis={split.axis})"
     return None
 
 
 def _shared(batch: Batch, group: Comparison, evaluation: Evaluation) -> str | None:
-    if batch.options.splits_in_python or not isinstance(batch.function, nn.Cell):
+    if batch.rule.options.splits_in_python or not isinstance(batch.rule.call, nn.Cell):
         return None
     for position in range(1, len(batch.inputs)):
         if evaluation.rule.axes[position] == UNCUT:
             continue
-        shared = tuple(sorted((*batch.options.shared, position)))
-        split = dataclasses.replace(batch.options.split or EvenSplit(), shared=shared)
-        options = dataclasses.replace(batch.options, split=split)
+        shared = tuple(sorted((*batch.rule.options.shared, position)))
+        split = dataclasses.replace(batch.rule.options.split or EvenSplit(), shared=shared)
+        options = dataclasses.replace(batch.rule.options, split=split)
         axes = cut_axes(len(batch.inputs), options.shared, options.axis)
         parts = [
             [batch.inputs[position] if place == position else value for place, value in enumerate(part)]
@@ -204,7 +197,7 @@ def _shared(batch: Batch, group: Comparison, evaluation: Evaluation) -> str | No
 def _makes_equal(
     options: Options, axes: Sequence[int], parts: Sequence[Inputs], both: Inputs, evaluation: Evaluation
 ) -> bool:
-    other = evaluation.with_rule(Rule(options, evaluation.rule.call, axes))
+    other = evaluation._replace(rule=Rule(options, evaluation.rule.call, tuple(axes)))
     try:
         comparison = Comparison(other, parts, both)
     except Exception:  # the network cannot run so

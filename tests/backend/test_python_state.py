@@ -22,13 +22,11 @@ updates = 0
 class Holder:
     """State that an optimizer holds."""
 
-    __slots__ = ("slot",)
-
     def __init__(self):
-        self.slot = 0
+        self.bumps = 0
 
     def bump(self):
-        self.slot = self.slot + 1
+        self.bumps = self.bumps + 1
 
 
 class Update(nn.Cell):
@@ -83,7 +81,7 @@ def closure():
 FOUND = {
     number: "self.number",
     alias: "self.list[0]",
-    method: "self.holder.slot",
+    method: "self.holder.bumps",
     iterator: "self.iterator",
     of_globals: "updates",
     closure(): "seen",
@@ -106,7 +104,7 @@ def fails(self, gradients):
 
 
 def everything(update):
-    values = (update.number, update.list[:], dict(update.dict), update.holder.slot, updates)
+    values = (update.number, update.list[:], dict(update.dict), update.holder.bumps, updates)
     generators = random.getstate(), str(np.random.get_state()), update.generator.bit_generator.state
     tensors = [as_numpy(value).tolist() for value in (update.weight, update.made, ms.get_rng_state())]
     return values, generators, tensors, update.training

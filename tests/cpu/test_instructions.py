@@ -12,8 +12,6 @@ import pytest
 from gaccum_ms.cpu import instructions
 from gaccum_ms.cpu.instructions import VARIABLE, description, has_avx512, is_onednn_2
 
-OLD_VARIABLE = "DNNL_MAX_CPU_ISA"
-
 with_avx512 = pytest.mark.skipif(
     not has_avx512() or is_onednn_2(), reason="no AVX-512, or MindSpore before 2.9: there is nothing to limit"
 )
@@ -22,8 +20,7 @@ with_avx512 = pytest.mark.skipif(
 PROGRAM = """
 import ctypes, os
 from pathlib import Path
-for name in "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA":  # of the tests
-    os.environ.pop(name, None)
+os.environ.pop("ONEDNN_MAX_CPU_ISA", None)  # of the tests
 os.environ |= {variables}
 import mindspore as ms
 from mindspore import nn, ops
@@ -96,12 +93,11 @@ def test_what_the_environment_says_stays(trained):
 
 def test_check_says_what_becomes_of_convolutions(monkeypatch):
     """What `bash run.sh check` prints."""
-    for name in (VARIABLE, OLD_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(instructions, "has_avx512", lambda: True)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
     assert description() == f"convolutions are fast, because gaccum_ms sets {VARIABLE}=AVX2"
-    monkeypatch.setenv(OLD_VARIABLE, "AVX")
-    assert description() == f"{OLD_VARIABLE}=AVX decides how fast convolutions are"
+    monkeypatch.setenv(VARIABLE, "AVX")
+    assert description() == f"{VARIABLE}=AVX decides how fast convolutions are"
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.0")
     assert description() == "convolutions are fast"
