@@ -27,9 +27,8 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.noise import SUMS as NOISE_SUMS
 from gaccum_ms.accumulation.noise import NoiseRecord
-from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.open_window import COUNT, DROPPED, LOSS, SUMS, OpenWindow
 from gaccum_ms.accumulation.saturation import saturates
-from gaccum_ms.accumulation.sums import COUNT, DROPPED, LOSS, SUMS
 from gaccum_ms.backend.parameters import state_parameter
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.distributed.ranks import SumOverRanks
@@ -57,7 +56,7 @@ class Ledger(nn.Cell):
         self.store = store
         self.records_noise = noise is not None
         if noise is not None:
-            self.noise = noise
+            self.noise, self.noise_sums = noise, noise.noise_sums
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -118,10 +117,8 @@ class DividedAfterwards(Ledger):
         runs_all: bool = False,
         rule: ms.Parameter | None = None,
     ) -> None:
-        # With `min_count` a window of no items is an update, but not the flush of a window that no rank has begun.
-        counts_batches = options.min_count is not None and open_window is not None
-        noise_from = SUMS + counts_batches
-        sum_over_ranks = SumOverRanks(weights, (noise_from + NOISE_SUMS * options.record_noise,))
+        number = SUMS + (open_window is not None)  # of an open window its batches too
+        sum_over_ranks = SumOverRanks(weights, (number + NOISE_SUMS * options.record_noise,))
         factor = sum_over_ranks.summed_ranks() if by_samples else 1.0
         super().__init__(store, NoiseRecord(None, factor) if options.record_noise else None)
         self.by_samples = by_samples
@@ -134,7 +131,7 @@ class DividedAfterwards(Ledger):
         # A loss that is a sum without a count has no divisor.
         self.divides = self.loss_is_mean or not by_samples
         self.map = ops.HyperMap()
-        self.counts_batches, self.noise_from = counts_batches, noise_from
+        self.number = number
         self.spans_batches = open_window is not None
         if open_window is not None:
             self.open = open_window
@@ -241,10 +238,7 @@ class DividedAfterwards(Ledger):
     def reduced(self, gradients, sums, rescale):
         """Gradients and sums over ranks, and this rank's sums, times the loss scale in the place of the unit. `rescale`
         is zero if this rank has counted nothing: it then has no unit."""
-        sums = sums * ops.stack((rescale, ops.ones_like(rescale), ops.ones_like(rescale)))
-        if self.counts_batches:
-            batches = ops.cast(ops.depend(self.open.window_position, sums), ms.float32)
-            sums = ops.concat((sums, batches.reshape((1,))))
+        sums = sums * ops.concat((rescale.reshape((1,)), ops.ones((self.number - 1,), ms.float32)))
         if self.records_noise:
             sums = ops.concat((sums, ops.depend(self.noise.window_squares, sums) + 0.0))
         gradients = self.map(ops.partial(scale_by, rescale), gradients)
@@ -256,7 +250,8 @@ class DividedAfterwards(Ledger):
         all_sums = ops.unstack(over_ranks[:SUMS])
         total, dropped = all_sums[COUNT], all_sums[DROPPED]
         items, counted = counts.divisor_of(total, self.min_count)
-        if self.counts_batches:
+        if self.spans_batches and self.min_count is not None:
+            # A window of no items is an update, but not the flush of a window that no rank has begun.
             counted = ops.logical_and(counted, ops.unstack(over_ranks)[SUMS] > 0)
         reported = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
         count = counts.at_least(reported[COUNT], self.min_count)
@@ -272,7 +267,7 @@ class DividedAfterwards(Ledger):
         if self.records_noise:
             # A sum that is divided by more than its items is no mean, from which no noise is known.
             of_mean = ops.select(items > total, ops.zeros_like(total), total)
-            loss = ops.depend(loss, self.noise.keep(over_ranks[self.noise_from :], of_mean))
+            loss = ops.depend(loss, self.noise.keep(over_ranks[self.number :], of_mean))
         return loss, divisor, counted
 
     def by_rule(self, count, divisor, scale):

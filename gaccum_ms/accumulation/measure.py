@@ -22,7 +22,6 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
-from gaccum_ms.accumulation.counting import Counting
 from gaccum_ms.accumulation.outputs import check_aux, check_outputs, kinds_and_shapes
 from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
@@ -107,7 +106,10 @@ class Measure(nn.Cell):
         super().__init__(auto_prefix=False)
         self.network = network
         self.counted = counted
-        self.counting = Counting(options)
+        self.by_samples = options.own_count is None
+        self.counts = nn.CellList(
+            [counts.count_cell(count, options.first_axis) for count in options.counts], auto_prefix=False
+        )
         self.loss_is_mean = options.loss_is_mean
         self.number = options.losses
         self.several = options.several_losses
@@ -135,7 +137,26 @@ class Measure(nn.Cell):
     def total(self, inputs, plan):
         """The items of a batch, by which its window's unit is computed. NaN if a count is bad. If the network counts,
         the batch's samples stand for them."""
-        return self.counting.total(inputs, plan) if self.counted else plan[micro_batches.SAMPLES]
+        return self.counted_total(inputs, plan) if self.counted else plan[micro_batches.SAMPLES]
+
+    def counted_total(self, inputs, plan):
+        """Each micro-batch is counted separately, so that a bad count is noticed."""
+        total = ops.zeros((self.number,) if self.several else (), ms.float32)
+        if self.by_samples:
+            return total + plan[micro_batches.SAMPLES]
+        return micro_batches.add_up(self.count_of_part, (), (), total, inputs, plan)
+
+    def count_of_part(self, of_loop, rows, *micro_batch):
+        return self.count(*micro_batch)
+
+    def count(self, *micro_batch):
+        """The count of a micro-batch, NaN if it is bad; with several losses one for each."""
+        if not self.several:
+            return counts.valid_or_nan(self.counts[0](*micro_batch))
+        items: tuple = ()
+        for term in range(self.number):
+            items = (*items, counts.valid_or_nan(self.counts[term](*micro_batch)))
+        return ops.stack(items)
 
     def prepare(self, sums, unit, inputs, plan):
         """Before the loop: the initial sums, what all micro-batches share, and the inputs to cut."""
@@ -145,7 +166,7 @@ class Measure(nn.Cell):
         """The items of a micro-batch before it runs; zero if the network counts them."""
         if not self.counted:
             return rows
-        return ms.Tensor(0.0, ms.float32) if self.ratio else self.counting.of(*micro_batch)
+        return ms.Tensor(0.0, ms.float32) if self.ratio else self.count(*micro_batch)
 
     def run(self, unit, prepared, rows, items, *micro_batch):
         """Forward and backward. Returns (numerators, items, outputs, gradients)."""
@@ -201,3 +222,6 @@ class Measure(nn.Cell):
     def check_shapes(self, shapes: Sequence[tuple[int, ...] | None], rows: int) -> None:
         """Check the shapes of its outputs for `rows` samples."""
         check_aux(shapes, self.ratio, rows)
+
+    def check_plan(self, plan: micro_batches.SplitPlan) -> None:
+        """Before a batch, which may differ between ranks."""

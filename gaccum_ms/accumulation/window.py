@@ -25,9 +25,9 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.copies import Copies
-from gaccum_ms.accumulation.forward_alone import shapes_if_taken
-from gaccum_ms.accumulation.sums import COUNT, LOSS, SUMS
+from gaccum_ms.accumulation.open_window import COUNT, LOSS, SUMS
 from gaccum_ms.backend.parameters import expose_records
+from gaccum_ms.backend.without_effect import shapes_if_taken
 from gaccum_ms.layers.batchnorm import trains_batch_norm
 from gaccum_ms.options.options import Options
 from gaccum_ms.splitting import micro_batches
@@ -82,7 +82,6 @@ class Window(nn.Cell):
         self.least = ops.constexpr(self._least.read)
         self.ledger = ledger
         self.store = ledger.store
-        self._check_plan = getattr(measure, "check_plan", None)
         self._outputs_are_checked = False
         self.spans_batches = ledger.spans_batches
         if ledger.spans_batches:
@@ -92,10 +91,7 @@ class Window(nn.Cell):
         # Whether the sums of a batch with a bad count are in its window.
         self.adds_bad_batches = options.returns_ratio or options.aux
         self.has_outputs = options.aux
-        self.records_noise = options.record_noise
-        if options.record_noise:
-            self.noise = ledger.noise
-        expose_records(self, ledger, ledger.noise if options.record_noise else None)
+        expose_records(self, ledger)
 
     def __getattr__(self, name: str) -> Any:
         """At each compilation, `measure_of_first` , `measure_of_loop` and `measure_of_rest` : see copies.py."""
@@ -109,21 +105,17 @@ class Window(nn.Cell):
         """A window of one batch. Returns (the gradients, reduced over ranks; their divisor; the loss; whether anything
         was counted), and the outputs beside the loss."""
         plan = self.plan(inputs)
-        unit = self.begin(inputs, plan, scale)
+        unit = self.ledger.begin(scale, self.measure.total(inputs, plan))
         if plan[micro_batches.WHOLE] and not self.ledger.may_skip:
             return self.run_whole(inputs, plan, scale, unit)
         sums, outputs = self.add_up(inputs, plan, scale, unit)
-        return self.close(sums, unit, scale), outputs
+        return self.ledger.close(self.store.read(sums), sums, unit, scale), outputs
 
     def plan(self, inputs):
         """Where the batch is cut."""
         self._begin_copies()
         size, number = self.micro_batch_size, self.micro_size
         return micro_batches.graph_plan(inputs, number, size, self.shared, self.axis, self.least())
-
-    def begin(self, inputs, plan, scale):
-        """The unit of a window of one batch."""
-        return self.ledger.begin(scale, self.measure.total(inputs, plan))
 
     def run_whole(self, inputs, plan, scale, unit):
         """`run` for a batch that is one micro-batch, whose gradients need no accumulators. A method, because the
@@ -132,10 +124,6 @@ class Window(nn.Cell):
         numerators, items, outputs, gradients = self.measure_of_loop.run(unit, (), size, size, *inputs)
         sums = self.ledger.noted(unit, numerators, items, gradients)
         return self.ledger.close(gradients, sums, unit, scale), self.means(outputs, sums, scale, unit)
-
-    def close(self, sums, unit, scale):
-        """The end of a window of one batch."""
-        return self.ledger.close(self.store.read(sums), sums, unit, scale)
 
     def add_batch(self, inputs, scale):
         """One batch of several; returns its mean loss on this rank, and its outputs."""
@@ -156,7 +144,7 @@ class Window(nn.Cell):
         """One micro-batch of a batch that Python cuts. `times` : how often the batch is expected to have this
         micro-batch's items; 4.0 for one of four equal ones. `sums` : the batch's sums so far, then its items. Returns
         the new `sums` , the batch's mean loss so far, and the outputs."""
-        items = self.measure.counting.of(*micro_batch)
+        items = self.measure.count(*micro_batch)
         unit = self.open.unit(scale, self.ledger.expected(items) * times, self.open.window_steps + 0)
         rows = micro_batch[0].shape[0] if micro_batch[0].ndim > 0 else 1
         part = self.enter(self.measure_of_loop, unit, rows, *micro_batch)
@@ -309,36 +297,21 @@ class Window(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self) -> None:
-        """Before Python runs `add_micro_batch` , which plans nothing."""
-        self.copies.begin()
-
     def plan_in_python(self, shapes: Sequence[tuple[int, ...]]) -> micro_batches.SplitPlan:
         """Where a batch with inputs of these shapes is cut."""
         arguments = shapes, self.micro_size, self.micro_batch_size, self.shared, self.axis
         self._least.judge(micro_batches.plan_split(*arguments).size)
         return micro_batches.plan_split(*arguments, self._least.read())
 
-    def cut_into(self, micro_batch_size: int) -> None:
-        """Set the number of samples in a micro-batch, for graphs that are not compiled yet."""
-        self.micro_batch_size = micro_batch_size
-
-    def check_plan(self, plan: micro_batches.SplitPlan) -> None:
-        """Before a batch: check what must be equal on all ranks. A collective, if they share one loss."""
-        if self._check_plan is not None:
-            self._check_plan(plan)
-
     def check_outputs(
         self, inputs: Sequence[ms.Tensor], plan: micro_batches.SplitPlan, weights: Sequence[ms.Parameter]
     ) -> None:
         """Before the first batch: check what the network returns beside its loss at another number of samples than a
         micro-batch has, so that none fits by chance."""
-        if self._outputs_are_checked:
+        network = self.measure.network_of_rows
+        if self._outputs_are_checked or network is None:
             return
         self._outputs_are_checked = True
-        network = self.measure.network_of_rows
-        if network is None:
-            return
         finds_size = self.micro_size is None and self.micro_batch_size is None
         rows = 1 + (2 if finds_size else plan.size)
         places = np.arange(rows) % plan.samples  # from the first one anew where there are fewer

@@ -17,9 +17,8 @@ from mindspore import nn, ops
 
 from gaccum_ms import backend
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
-from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.open_window import BATCHES, COUNT, LOSS, OpenWindow
 from gaccum_ms.accumulation.saturation import clear_flag, read_flag, saturates
-from gaccum_ms.accumulation.sums import BATCHES, COUNT, LOSS
 from gaccum_ms.backend.parameters import expose_records, hold_weights, state_parameter
 from gaccum_ms.distributed.stages import owned_weights, stages
 from gaccum_ms.options.rules import Setup
@@ -133,7 +132,7 @@ class UnrolledWindow(nn.Cell):
         unit = self.batch_sums.unit_of(inputs[0].shape[0])
         numerators, totals, outputs, gradients = self.backwards(inputs, (self.open.window_unit + 0.0) * unit)
         loss, items = numerators[0], totals[0]
-        sums = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))  # in the order of sums.py
+        sums = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))  # in the order of open_window.py
         added = ops.assign_add(self.open.window_sums, ops.depend(sums, self.store.read(gradients)))
         added = ops.depend(added, ops.assign(self.open.batch_items, items))
         if saturates():

@@ -33,7 +33,7 @@ from gaccum_ms.training.admission import Scaling, accumulator_options, admit_wei
 from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, proof_of_loop, warning_of_ranks
 from gaccum_ms.training.averages import average_of, averaged_weights
 from gaccum_ms.training.bad_counts import NoCount
-from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
+from gaccum_ms.training.compiled_state import lost_state, refuse_lost_state, warn_of_lost_state
 from gaccum_ms.training.gradients_of_batch import CallsOfFunctions, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
 from gaccum_ms.training.loop_records import LoopRecords
@@ -219,7 +219,7 @@ class GradAccumulator(nn.Cell):
         find_lost_state = functools.cache(functools.partial(lost_state, self.update))
         if not graphs.runs_eagerly(self._jit) and (state := find_lost_state()) is not None:
             if ms.get_context("mode") == ms.GRAPH_MODE:
-                refusal(_NAME, state)()
+                refuse_lost_state(_NAME, state)
             warn_of_lost_state(_NAME, state)
             self._jit = False
         self.end_window = WindowEnd(self.ledger, self.update, self._jit)
@@ -245,7 +245,7 @@ class GradAccumulator(nn.Cell):
         self._advice = AdviceOfLoop(_NAME, weights)
         self.has_scheduler = scheduler is not None
         self._refuse_caller = ops.constexpr(refuse_graphs)
-        self._refuse_lost_state = ops.constexpr(lambda: refusal(_NAME, find_lost_state())())
+        self._refuse_lost_state = ops.constexpr(lambda: refuse_lost_state(_NAME, find_lost_state()))
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
