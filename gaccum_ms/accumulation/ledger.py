@@ -166,27 +166,19 @@ class DividedAfterwards(Ledger):
     def row(self, numerator, items):
         return ops.stack((numerator, items, ops.zeros_like(items)))
 
-    def left_out(self, items):
-        """The row of a micro-batch that counts nothing. A NaN count is added, because it must reach the total."""
-        return self.row(ops.zeros_like(items), items)
-
-    def runs(self, items):
-        """Whether a micro-batch that `may_not_run` runs."""
-        return items > 0
-
     def belongs(self, numerator, items):
-        """Whether a micro-batch that ran belongs to the window."""
+        """Whether a micro-batch belongs to the window: of a mean, before it runs, by its items."""
         return items > 0 if self.loss_is_mean else ops.logical_or(items > 0, numerator == numerator)
 
     def takes(self, belongs, numerator, gradients):
-        """Whether a micro-batch that ran is added."""
+        """Whether a micro-batch is added; one that `may_not_run` runs then."""
         if not self.drops:
             return belongs
         return ops.logical_and(belongs, ops.logical_and(all_finite(gradients), ops.isfinite(numerator)))
 
-    def rejected(self, belongs, items):
-        """The row of a micro-batch that ran and is not added."""
-        row = self.left_out(items)
+    def left_out(self, belongs, items):
+        """The row of a micro-batch that is not added. A NaN count is in it, because it must reach the total."""
+        row = self.row(ops.zeros_like(items), items)
         return ops.select(belongs, ms.Tensor([0.0, 0.0, 1.0], ms.float32), row) if self.drops else row
 
     def weighed(self, gradients, weight):
@@ -196,7 +188,7 @@ class DividedAfterwards(Ledger):
     def enter(self, unit, numerator, items, gradients):
         """Add a batch whose gradients are given, unless it is left out, as with a bad count; returns its row."""
         belongs = ops.logical_and(items >= 0, self.belongs(numerator, items))
-        row = ops.select(items >= 0, self.rejected(belongs, items), self.zero_sums())
+        row = ops.select(items >= 0, self.left_out(belongs, items), self.zero_sums())
         # Not of gradients as they were given: beside transforms, MindSpore compiles no check of a graph's inputs.
         if self.takes(belongs, numerator, gradients):
             row = self.added(unit, numerator, items, gradients)
@@ -351,14 +343,8 @@ class SharesOfLosses(KnownShares):
     def zero_sums(self):
         return ops.zeros((self.number,), ms.float32)
 
-    def left_out(self, items):
-        return self.zero_sums()
-
-    def runs(self, items):
-        return self.belongs((), items).all()
-
     def belongs(self, numerators, items):
-        """Which of the losses belong to the window: of means, before they run, those with items."""
+        """Which of the losses belong to the window."""
         return items > 0 if self.loss_is_mean else ops.logical_or(items > 0, numerators == numerators)
 
     def takes(self, belongs, numerators, gradients):
@@ -368,7 +354,7 @@ class SharesOfLosses(KnownShares):
         """Whether a loss runs alone, because another has no items."""
         return ops.logical_and(ops.unstack(belongs)[term], ops.logical_not(belongs.all()))
 
-    def rejected(self, belongs, items):
+    def left_out(self, belongs, items):
         return self.zero_sums()
 
     def close(self, gradients, sums, unit, scale):

@@ -23,6 +23,8 @@ from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
 from gaccum_ms.accumulation.outputs import check_aux, check_outputs, kinds_and_shapes
+from gaccum_ms.backend.graphs import gradients_allowed
+from gaccum_ms.backend.random_operators import with_other_seeds
 from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
 from gaccum_ms.splitting import micro_batches
@@ -102,8 +104,11 @@ class Measure(nn.Cell):
     """Runs the network on a micro-batch. `counted` : whether items are counted at run time; else shapes tell the
     samples."""
 
+    may_be_copied = True
+
     def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple, counted: bool) -> None:
         super().__init__(auto_prefix=False)
+        self._made_with = options, weights
         self.network = network
         self.counted = counted
         self.by_samples = options.own_count is None
@@ -121,14 +126,15 @@ class Measure(nn.Cell):
         if self.several:
             self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
             self.backward = ops.value_and_grad(self.seeded_losses, None, weights, has_aux=True)
-            self.run_alone_on([network] * self.number, options, weights)
+            self.run_alone_on([network] * self.number)
         elif self.returns_more:  # only the first output has a gradient
             self.backward = ops.value_and_grad(self.seeded_outputs, None, weights, has_aux=True)
         else:
             self.backward = ops.value_and_grad(self.seeded_loss, None, weights)
 
-    def run_alone_on(self, networks: Sequence[nn.Cell], options: Options, weights: ms.ParameterTuple) -> None:
+    def run_alone_on(self, networks: Sequence[nn.Cell]) -> None:
         """Run each loss alone on its copy of the network, which draws its own random numbers."""
+        options, weights = self._made_with
         alone = [_LossAlone(network, term, options.loss_weights) for term, network in enumerate(networks)]
         self.backward_of = tuple(ops.value_and_grad(network, None, weights, has_aux=True) for network in alone)
 
@@ -213,6 +219,17 @@ class Measure(nn.Cell):
         return result
 
     # -- not compiled --------------------------------------------------------------------------------------------------
+
+    def copy(self, number: int) -> Measure:
+        """The measure on a copy of the network, which draws other random numbers; the first is the network itself."""
+        options, weights = self._made_with
+        first = number * (1 + self.number)
+        network = with_other_seeds(self.network, first) if number else self.network
+        with gradients_allowed():
+            copied = Measure(options, network, weights, self.counted)
+            if self.several:
+                copied.run_alone_on([with_other_seeds(network, first + 1 + term) for term in range(self.number)])
+        return copied
 
     @property
     def network_of_rows(self) -> nn.Cell | None:

@@ -40,9 +40,10 @@ def _check_outputs(kinds, shapes, ratio, aux, rows):
     """`rows` : the micro-batch's number of samples; None if it is open."""
     first_aux = 1 + ratio
     options, wanted = _wanted(ratio, aux)
-    if kinds is None or len(kinds) < first_aux + aux or (len(kinds) > first_aux and not aux):
-        got = "one output" if kinds is None else f"a tuple of {len(kinds)}"
-        raise ValueError(f"{wanted}, a tuple, but got {got}. Return such a tuple, or leave {options} out.")
+    if len(kinds) < first_aux + aux or (len(kinds) > first_aux and not aux):
+        raise ValueError(
+            f"{wanted}, a tuple, but got {len(kinds)} output(s). Return such a tuple, or leave {options} out."
+        )
     if ratio:
         is_number = type(kinds[1]).__name__ in ("Int", "UInt", "Float")
         if shapes[0] != () or not (is_number or shapes[1] == ()):
@@ -70,10 +71,7 @@ def _check_rows(wanted: str, position: int, shape: tuple[int | None, ...], rows:
 
 def check_outputs(outputs, ratio, aux, rows):
     """Check, when compiled, what a network returned for `rows` samples; None: nobody knows how many."""
-    kinds = None
-    shapes = None
-    if isinstance(outputs, (tuple, list)):
-        kinds, shapes = kinds_and_shapes(outputs)
+    kinds, shapes = kinds_and_shapes(outputs if isinstance(outputs, (tuple, list)) else (outputs,))
     _check_outputs(kinds, shapes, ratio, aux, None if isinstance(rows, ms.Tensor) else rows)
 
 

@@ -64,15 +64,9 @@ class _LeastSamples:
 class Window(nn.Cell):
     """The loop over micro-batches, and what surrounds it."""
 
-    def __init__(
-        self,
-        options: Options,
-        measure: nn.Cell,
-        ledger: Ledger,
-        copies: Copies | None = None,
-    ) -> None:
+    def __init__(self, options: Options, measure: nn.Cell, ledger: Ledger) -> None:
         super().__init__(auto_prefix=False)
-        self.copies = copies or Copies()
+        self.copies = Copies()
         self._begin_copies = ops.constexpr(self.copies.begin, check=False)
         self.micro_size = options.micro_size
         self.shared, self.axis = options.shared, options.axis
@@ -191,7 +185,7 @@ class Window(nn.Cell):
         if not self.ledger.judges:
             return (self.ledger.added(unit, numerators, items, gradients), *outputs)
         belongs = self.ledger.belongs(numerators, items)
-        row = self.ledger.rejected(belongs, items)
+        row = self.ledger.left_out(belongs, items)
         takes = self.ledger.takes(belongs, numerators, gradients)
         while takes:
             row = self.ledger.added(unit, numerators, items, gradients)
@@ -214,14 +208,15 @@ class Window(nn.Cell):
             rows = micro_batches.rows_from(state[0], plan)
             micro_batch = micro_batches.take(inputs, state[0], rows, plan[micro_batches.AXES])
             items = measure.items(rows, *micro_batch)
-            row = self.ledger.left_out(items)
-            runs = self.ledger.runs(items)
-            while runs:
+            belongs = self.ledger.belongs((), items)
+            row = self.ledger.left_out(belongs, items)
+            takes = self.ledger.takes(belongs, (), ())
+            while takes:
                 numerators, counted, _, gradients = measure.run(unit, (), rows, items, *micro_batch)
                 row = self.ledger.added(unit, numerators, counted, gradients)
-                runs = ms.Tensor(False)
+                takes = ms.Tensor(False)
             for term in range(self.ledger.terms):
-                alone = self.ledger.runs_alone(term, self.ledger.belongs((), items))
+                alone = self.ledger.runs_alone(term, belongs)
                 while alone:
                     part, gradients_alone = measure.run_alone(term, unit, items, *micro_batch)
                     row = row + ops.depend(part, self.store.add(gradients_alone))
@@ -237,7 +232,7 @@ class Window(nn.Cell):
             items = measure.items(rows, *micro_batch)
             numerators, items, outputs, gradients = measure.run(unit, (), rows, items, *micro_batch)
             belongs = self.ledger.belongs(numerators, items)
-            row = self.ledger.rejected(belongs, items)
+            row = self.ledger.left_out(belongs, items)
             takes = self.ledger.takes(belongs, numerators, gradients)
             while takes:
                 row = self.ledger.added(unit, numerators, items, gradients)
