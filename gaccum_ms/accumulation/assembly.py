@@ -20,26 +20,24 @@ from gaccum_ms.options.rules import Setup
 def window_of(setup: Setup, weights: ms.ParameterTuple, grad_reducer: nn.Cell, position: ms.Parameter | None) -> Window:
     """The window. `position` : batches of the open window so far, int32 of shape (); None: each batch is a window."""
     options, network = setup.options, setup.network
-    by_samples = not options.counts_items
     store = NoSums()
     if options.accumulates or position is not None:
         store = GradientSums(weights, options.accumulators.dtype, options.accumulators.compensated)
     if setup.of_batch:
         shares = KnownShares(options, store, grad_reducer, loss_is_mean=False)
         return Window(options, TwoPasses(network, weights), shares)
-    is_known = position is None and not options.counted and not options.several_losses
+    if position is None and not options.counted and not options.several_losses:
+        shares = KnownShares(options, store, grad_reducer, options.loss_is_mean)
+        return Window(options, Measure(options, network, weights, counted=False), shares)
     ledger: Ledger
     if options.several_losses:
-        ledger = SharesOfLosses(options, store, grad_reducer, weights, options.own_count is None)
-    elif is_known:
-        ledger = KnownShares(options, store, grad_reducer, options.loss_is_mean)
+        ledger = SharesOfLosses(options, store, grad_reducer, weights)
     else:
         open_window = None
         if position is not None:
             open_window = OpenWindow("GradAccumulationCell", store, position, options.accumulation_steps)
-        runs_all = options.returns_ratio or options.aux
-        ledger = DividedAfterwards(options, weights, store, open_window, by_samples=by_samples, runs_all=runs_all)
-    return Window(options, Measure(options, network, weights, counted=not is_known), ledger)
+        ledger = DividedAfterwards(options, weights, store, open_window, by_samples=not options.counts_items)
+    return Window(options, Measure(options, network, weights, counted=True), ledger)
 
 
 def fused_reducer(options: Options, step: nn.TrainOneStepCell) -> FusedReducer:

@@ -102,9 +102,8 @@ class DividedAfterwards(Ledger):
     """The window whose total is known at its end. `sums` : the loss, the count, dropped micro-batches.
 
     `by_samples` : the items are samples, and not the user's own; MindSpore's ``gradients_mean`` then decides between
-    mean and sum over ranks, and each rank reports its own loss, as without accumulation. `runs_all` : micro-batches
-    without items run too, because the network counts them, or returns outputs. `open_window` : if windows have several
-    batches."""
+    mean and sum over ranks, and each rank reports its own loss, as without accumulation. `open_window` : if windows
+    have several batches. `rule` : what the batches of a loop weigh by."""
 
     def __init__(
         self,
@@ -114,7 +113,6 @@ class DividedAfterwards(Ledger):
         open_window: OpenWindow | None = None,
         *,
         by_samples: bool = False,
-        runs_all: bool = False,
         rule: ms.Parameter | None = None,
     ) -> None:
         number = SUMS + (open_window is not None)  # of an open window its batches too
@@ -125,7 +123,8 @@ class DividedAfterwards(Ledger):
         self.loss_is_mean = options.loss_is_mean
         self.drops = options.drops
         self.min_count = options.min_count
-        self.may_not_run = self.loss_is_mean and not by_samples and not runs_all and not self.drops
+        runs_all = by_samples or options.returns_ratio or options.aux or self.drops  # also without items
+        self.may_not_run = self.loss_is_mean and not runs_all
         self.judges = self.drops or not (by_samples or self.may_not_run)
         self.leaves_out = self.may_not_run or self.judges
         # A loss that is a sum without a count has no divisor.
@@ -143,7 +142,7 @@ class DividedAfterwards(Ledger):
         self.ranks, self.summed_ranks = sum_over_ranks.ranks, sum_over_ranks.summed_ranks()
         self.has_rule = rule is not None
         if rule is not None:
-            self.rule = rule  # what the batches of a loop weigh by
+            self.rule = rule
         self.window_count = state_parameter("window_count")
         self.dropped_micro_batches = state_parameter("dropped_micro_batches")
 
@@ -315,16 +314,14 @@ class SharesOfLosses(KnownShares):
 
     may_skip = True
 
-    def __init__(
-        self, options: Options, store: nn.Cell, grad_reducer: nn.Cell, weights: ms.ParameterTuple, by_samples: bool
-    ) -> None:
+    def __init__(self, options: Options, store: nn.Cell, grad_reducer: nn.Cell, weights: ms.ParameterTuple) -> None:
         super().__init__(options, store, grad_reducer, options.loss_is_mean)
-        self.by_samples = by_samples
-        self.may_not_run = not by_samples and self.loss_is_mean
-        self.judges = not by_samples and not self.loss_is_mean
-        self.leaves_out = not by_samples
+        self.by_samples = options.own_count is None
+        self.leaves_out = not self.by_samples
+        self.may_not_run = self.leaves_out and self.loss_is_mean
+        self.judges = self.leaves_out and not self.loss_is_mean
         self.number = options.losses
-        self.terms = 0 if by_samples else self.number
+        self.terms = self.number if self.leaves_out else 0
         self.min_count = options.min_count
         self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
         self.sum_over_ranks = SumOverRanks(weights, (self.number,))

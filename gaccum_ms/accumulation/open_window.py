@@ -75,17 +75,16 @@ class OpenWindow(nn.Cell):
         unit = ops.select(ops.logical_and(unit == 0, expected > 0), new_unit, unit)
         return ops.depend(unit, ops.assign(self.window_unit, unit))
 
-    def after_micro_batch(self, sums):
-        """For a batch that Python cuts: other code may clear the device's flag between two micro-batches."""
+    def with_saturation_noted(self, after):
+        """Note the device's flag, at the end of a batch, or of a micro-batch that Python cuts. Returns `after` ."""
         if saturates():
-            sums = ops.depend(sums, ops.assign_add(self.saturated_batches, read_flag(sums)))
-        return sums
+            after = ops.depend(after, ops.assign_add(self.saturated_batches, read_flag(after)))
+        return after
 
     def end_batch(self, sums, count):
         """Keep a batch's sums (loss, count, dropped micro-batches), once all of its gradients are added."""
+        sums = self.with_saturation_noted(sums)
         ended = ops.assign(self.window_sums, self.window_sums + ops.concat((sums, ops.ones((1,), ms.float32))))
-        if saturates():
-            ended = ops.depend(ended, ops.assign_add(self.saturated_batches, read_flag(sums)))
         return ops.assign(self.batch_items, ops.depend(count, ended))
 
     def is_complete(self, after):

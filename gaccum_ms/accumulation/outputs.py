@@ -20,8 +20,6 @@ _WANTED = {
     (False, True): "(loss, *aux)",
     (True, True): "(numerator, denominator, *aux)",
 }
-_OUTPUT = "each of 'aux' has the micro-batch's samples on axis 0, or shape ()"
-_REMEDY = "Return a mean of shape (), or an entry for each sample; ops.swapaxes brings samples to axis 0."
 
 
 def kinds_and_shapes(values):
@@ -65,7 +63,9 @@ def _check_outputs(kinds, shapes, ratio, aux, rows):
 def _check_rows(wanted: str, position: int, shape: tuple[int | None, ...], rows: int | None) -> None:
     if shape and lacks_rows(shape, rows):
         raise ValueError(
-            f"{wanted}, where {_OUTPUT}, but output {position} got shape {shape} for {rows} sample(s). {_REMEDY}"
+            f"{wanted}, where each of 'aux' has the micro-batch's samples on axis 0, or shape (), but output "
+            f"{position} got shape {shape} for {rows} sample(s). Return a mean of shape (), or an entry for each "
+            f"sample; ops.swapaxes brings samples to axis 0."
         )
 
 

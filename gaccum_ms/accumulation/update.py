@@ -115,10 +115,8 @@ class Update(nn.Cell):
         if scale_sense is not None:
             self.scale_sense, self.manager = _scale_parameter(owner, scale_sense)
         self.returns_more = self.scaled or options.aux  # than the loss
-        statistics = window_statistics(network) if network is not None else None
-        self.has_statistics = statistics is not None
-        if statistics is not None:
-            self.statistics = statistics
+        self.statistics: Any = window_statistics(network) if network is not None else None
+        self.has_statistics = self.statistics is not None
         if self.has_norm:
             self.grad_norm = state_parameter("grad_norm")
         # If the norm is finite, the gradients are, and stay so in float32: they need no second check.

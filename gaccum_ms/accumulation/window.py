@@ -144,7 +144,7 @@ class Window(nn.Cell):
         part = self.enter(self.measure_of_loop, unit, rows, *micro_batch)
         row = part[0]
         items = ops.unstack(row)[COUNT] if self.ratio else items
-        sums = self.open.after_micro_batch(sums + ops.concat((row, items.reshape((1,)))))
+        sums = self.open.with_saturation_noted(sums + ops.concat((row, items.reshape((1,)))))
         mean = self.ledger.own_mean(ops.unstack(sums)[LOSS], sums[:SUMS], unit, scale)
         return (sums, mean, *part[1:])
 

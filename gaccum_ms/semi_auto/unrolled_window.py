@@ -18,7 +18,7 @@ from mindspore import nn, ops
 from gaccum_ms import backend
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.open_window import BATCHES, COUNT, LOSS, OpenWindow
-from gaccum_ms.accumulation.saturation import clear_flag, read_flag, saturates
+from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.backend.parameters import expose_records, hold_weights, state_parameter
 from gaccum_ms.distributed.stages import owned_weights, stages
 from gaccum_ms.options.rules import Setup
@@ -135,8 +135,7 @@ class UnrolledWindow(nn.Cell):
         sums = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))  # in the order of open_window.py
         added = ops.assign_add(self.open.window_sums, ops.depend(sums, self.store.read(gradients)))
         added = ops.depend(added, ops.assign(self.open.batch_items, items))
-        if saturates():
-            added = ops.depend(added, ops.assign_add(self.open.saturated_batches, read_flag(added)))
+        added = self.open.with_saturation_noted(added)
         means, _, _ = self.measure.divided(numerators, items)
         outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
         return ops.depend(means[0], added), outputs

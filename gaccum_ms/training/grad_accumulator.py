@@ -1,7 +1,7 @@
 """GradAccumulator: accumulation for hand-written training loops, which compute their gradients themselves.
 
 The loop's batches are the micro-batches. Reduction, clipping, loss scaling and counts work as in the training step:
-both use open_window.py, reduction.py and update.py.
+both use open_window.py, ledger.py and update.py.
 """
 
 from __future__ import annotations
