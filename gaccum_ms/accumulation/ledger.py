@@ -115,8 +115,8 @@ class DividedAfterwards(Ledger):
         by_samples: bool = False,
         rule: ms.Parameter | None = None,
     ) -> None:
-        number = SUMS + (open_window is not None)  # of an open window its batches too
-        sum_over_ranks = SumOverRanks(weights, (number + NOISE_SUMS * options.record_noise,))
+        number_of_sums = SUMS + (open_window is not None)  # of an open window its batches too
+        sum_over_ranks = SumOverRanks(weights, (number_of_sums + NOISE_SUMS * options.record_noise,))
         factor = sum_over_ranks.summed_ranks() if by_samples else 1.0
         super().__init__(store, NoiseRecord(None, factor) if options.record_noise else None)
         self.by_samples = by_samples
@@ -130,7 +130,7 @@ class DividedAfterwards(Ledger):
         # A loss that is a sum without a count has no divisor.
         self.divides = self.loss_is_mean or not by_samples
         self.map = ops.HyperMap()
-        self.number = number
+        self.number_of_sums = number_of_sums
         self.spans_batches = open_window is not None
         if open_window is not None:
             self.open = open_window
@@ -229,7 +229,7 @@ class DividedAfterwards(Ledger):
     def reduced(self, gradients, sums, rescale):
         """Gradients and sums over ranks, and this rank's sums, times the loss scale in the place of the unit. `rescale`
         is zero if this rank has counted nothing: it then has no unit."""
-        sums = sums * ops.concat((rescale.reshape((1,)), ops.ones((self.number - 1,), ms.float32)))
+        sums = sums * ops.concat((rescale.reshape((1,)), ops.ones((self.number_of_sums - 1,), ms.float32)))
         if self.records_noise:
             sums = ops.concat((sums, ops.depend(self.noise.window_squares, sums) + 0.0))
         gradients = self.map(ops.partial(scale_by, rescale), gradients)
@@ -258,7 +258,7 @@ class DividedAfterwards(Ledger):
         if self.records_noise:
             # A sum that is divided by more than its items is no mean, from which no noise is known.
             of_mean = ops.select(items > total, ops.zeros_like(total), total)
-            loss = ops.depend(loss, self.noise.keep(over_ranks[self.number :], of_mean))
+            loss = ops.depend(loss, self.noise.keep(over_ranks[self.number_of_sums :], of_mean))
         return loss, divisor, counted
 
     def by_rule(self, count, divisor, scale):
