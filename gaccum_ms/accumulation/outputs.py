@@ -15,12 +15,6 @@ from mindspore.ops.functional import typeof
 
 from gaccum_ms.checks.batches import lacks_rows
 
-_WANTED = {
-    (True, False): "(numerator, denominator)",
-    (False, True): "(loss, *aux)",
-    (True, True): "(numerator, denominator, *aux)",
-}
-
 
 def kinds_and_shapes(values):
     """The type of each, and the shape of each that is a Tensor, else None. A comprehension would take the compiler
@@ -85,5 +79,6 @@ def check_aux(shapes: Sequence[tuple[int, ...] | None], ratio: bool, rows: int) 
 
 def _wanted(ratio: bool, aux: bool) -> tuple[str, str]:
     """The options, and what they need."""
-    options = "reduction='ratio'" * ratio + " and " * (ratio and aux) + "aux=True" * aux
-    return options, f"For 'GradAccumulationCell', with {options} the network must return {_WANTED[ratio, aux]}"
+    options = " and ".join(["reduction='ratio'"] * ratio + ["aux=True"] * aux)
+    outputs = ", ".join(["numerator, denominator" if ratio else "loss"] + ["*aux"] * aux)
+    return options, f"For 'GradAccumulationCell', with {options} the network must return ({outputs})"
