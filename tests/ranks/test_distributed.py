@@ -117,7 +117,7 @@ class NotedAllReduce:
         return self.all_reduce(buffer)
 
 
-# The sizes of the buffers of four batches. The gradient has four numbers, a window three sums, and an open one a fourth.
+# The sizes of the buffers of four batches. The gradient has four numbers, a window three sums, an open one four.
 BUFFERS = {
     "samples": (Setup(micro_size=2), [[4]] * 4),
     "counts": (Setup(**MASKED), [[4 + 3]] * 4),
