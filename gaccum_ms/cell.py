@@ -16,7 +16,6 @@ from gaccum_ms.backend.hooked_functions import install_model_hook
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.checks.other_names import explains_other_names
-from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.options import compatibility
@@ -207,7 +206,6 @@ class GradAccumulationCell(nn.Cell):
                 f"For 'GradAccumulationCell', the argument 'network' must be a Cell, but got "
                 f"'{type(network).__name__}'. Wrap the network and its loss in 'nn.WithLossCell'."
             )
-        refuse_wrapped_network(_NAME, network)
         refuse_accumulation_inside(network)
         self.network = network
         self._given_reduction = reduction

@@ -28,7 +28,6 @@ from gaccum_ms.callbacks.flush import FlushAccumulation
 from gaccum_ms.callbacks.window_watch import WindowWatch
 from gaccum_ms.cell import GradAccumulationCell
 from gaccum_ms.checkpoint.sharded_saves import let_checkpoints_save
-from gaccum_ms.distributed.ranks import refuse_wrapped_network
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.in_float32 import InFloat32
 from gaccum_ms.record.recorder import WindowRecorder
@@ -56,7 +55,6 @@ def build_train_network(
     if not _holds_our_cell(network):
         return original(network, optimizer, loss_fn, level, boost_level, **kwargs)
     cell = held_cell(network)  # the network may be an AutoParallel around the cell
-    refuse_wrapped_network("GradAccumulationCell", network)
     if step_in(network) is not None:
         raise ValueError(
             f"For 'TrainOneStepWithGradAccumulationCell', a model must be built without an optimizer and a loss, "
@@ -160,7 +158,7 @@ def train(
     step.check_names_and_refresh_name()  # with data sinking it is called within another Cell
     # A flush comes before callbacks that must see its update, such as checkpoints, wherever they are in the list.
     callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, FlushAccumulation))
-    callbacks = [WindowWatch(step), AveragesInEvaluation(), *callbacks]
+    callbacks = [WindowWatch(step), AveragesInEvaluation(step), *callbacks]
     with ExitStack() as watching:
         if any(isinstance(callback, WindowCallback) for callback in callbacks):
             recorder = WindowRecorder(step)

@@ -9,20 +9,22 @@ from mindspore import nn, ops
 from mindspore.amp import DynamicLossScaler, LossScaler, StaticLossScaler
 
 from gaccum_ms.cell import GradAccumulationCell
-from gaccum_ms.checks.arguments import check_positive_int, check_transforms, described
+from gaccum_ms.checks.arguments import check_bool, check_transforms, described
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.transform import Transform
+
+OWNER = "gaccum_ms.adopt"  # in errors
 
 
 class MovedAverage(Transform):
     """The package's own EMA, which its callbacks use, moved once per update. `method` moves it: ``"update"`` or
     ``"ema_update"`` ."""
 
-    def __init__(self, owner: str, ema: nn.Cell, method: str) -> None:
+    def __init__(self, ema: nn.Cell, method: str) -> None:
         super().__init__()
         if not isinstance(ema, nn.Cell) or not hasattr(ema, method):
             raise TypeError(
-                f"For '{owner}', the argument 'ema' must be the package's EMA, a Cell with a method '{method}', but "
+                f"For '{OWNER}', the argument 'ema' must be the package's EMA, a Cell with a method '{method}', but "
                 f"got {described(ema)}."
             )
         self.ema = ema
@@ -35,7 +37,7 @@ class MovedAverage(Transform):
         return ops.depend(after, moved)
 
 
-def scale_of(owner: str, scale: Any, name: str = "scale_sense") -> nn.Cell | ms.Tensor:
+def scale_of(scale: Any, name: str = "scale_sense") -> nn.Cell | ms.Tensor:
     """A loss scale as our step takes it, from a number, a Tensor, a Cell that adjusts it, or a LossScaler."""
     if isinstance(scale, DynamicLossScaler):
         value = float(scale.scale_value.asnumpy())
@@ -47,13 +49,12 @@ def scale_of(owner: str, scale: Any, name: str = "scale_sense") -> nn.Cell | ms.
     if isinstance(scale, (nn.Cell, ms.Tensor)) and not isinstance(scale, LossScaler):
         return scale
     raise TypeError(
-        f"For '{owner}', the argument '{name}' must be a number, a Tensor, a Cell that adjusts it, a StaticLossScaler "
+        f"For '{OWNER}', the argument '{name}' must be a number, a Tensor, a Cell that adjusts it, a StaticLossScaler "
         f"or a DynamicLossScaler, but got {described(scale)}."
     )
 
 
 def build(
-    owner: str,
     network: nn.Cell,
     optimizer: nn.Optimizer,
     scale_sense: nn.Cell | ms.Tensor | None,
@@ -64,17 +65,14 @@ def build(
 ) -> TrainOneStepWithGradAccumulationCell:
     """Our step. `links` : the package's own transforms, behind the user's; `drop_overflow_update` : whether a window
     that is not finite is left out."""
-    check_positive_int(owner, "gradient_accumulation_steps", options["accumulation_steps"])
     if not drop_overflow_update and isinstance(scale_sense, nn.Cell):
         raise ValueError(
-            f"For '{owner}', updates in spite of an overflow need a fixed loss scale, because one that is adjusted "
+            f"For '{OWNER}', updates in spite of an overflow need a fixed loss scale, because one that is adjusted "
             f"looks for the scale at which gradients overflow, but got a '{type(scale_sense).__name__}'. Let such "
             f"updates be dropped, or give a fixed scale."
         )
-    if options.get("micro_batch_size") is None:
-        options.setdefault("micro_size", 1)
     own = options.get("transforms", ())
-    check_transforms(owner, "transforms", own)
+    check_transforms(OWNER, "transforms", own)
     options["transforms"] = (*own, *links)
     step = kind(GradAccumulationCell(network, **options), optimizer, scale_sense)
     if not drop_overflow_update:
@@ -82,13 +80,13 @@ def build(
     return step
 
 
-def clip_norm_of(owner: str, clip: Any, name: str, norm: float) -> float | None:
+def clip_norm_of(clip: Any, name: str, norm: float) -> float | None:
     """`max_grad_norm` , from a package's switch and norm."""
-    if not isinstance(clip, bool):
-        raise TypeError(f"For '{owner}', the argument '{name}' must be a bool, but got {described(clip)}.")
+    check_bool(OWNER, name, clip)
     return norm if clip else None
 
 
-def refuse(owner: str, name: str, value: Any, remedy: str) -> None:
-    """Raise for an argument that only the package's own step supports."""
-    raise ValueError(f"For '{owner}', the argument '{name}' must be left out, but got {described(value)}. {remedy}")
+def check_left_out(name: str, value: Any, remedy: str) -> None:
+    """Refuse an argument that only the package's own step supports."""
+    if value:
+        raise ValueError(f"For '{OWNER}', the argument '{name}' must be left out, but got {described(value)}. {remedy}")

@@ -15,7 +15,6 @@ from gaccum_ms.backend.parameters import of_this_rank
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.weight_average import PREFIX, WeightAverage
 
-_NAME = "gaccum_ms.adopt.mindcv.train_step"
 WARMUP = 2000  # updates, as in mindcv's average
 
 
@@ -69,15 +68,14 @@ def train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    scale = scale_of(_NAME, scale_sense)
+    scale = scale_of(scale_sense)
     return build(
-        _NAME,
         network,
         optimizer,
         None if _is_one(scale) else scale,
         drop_overflow_update=isinstance(scale, nn.Cell),
         accumulation_steps=gradient_accumulation_steps,
-        max_grad_norm=clip_norm_of(_NAME, clip_grad, "clip_grad", clip_value),
+        max_grad_norm=clip_norm_of(clip_grad, "clip_grad", clip_value),
         links=(Average(ema_decay, warmup=WARMUP, buffers=True),) if ema else (),
         **options,
     )

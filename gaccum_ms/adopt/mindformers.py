@@ -17,7 +17,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from gaccum_ms.adopt.common import build, clip_norm_of, refuse, scale_of
+from gaccum_ms.adopt.common import OWNER, build, check_left_out, clip_norm_of, scale_of
 from gaccum_ms.checks.arguments import check_positive_int, check_transforms, first_of
 from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.distributed.stages import stages
@@ -25,9 +25,7 @@ from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.clip_by_global_norm import ClipByGlobalNorm
 from gaccum_ms.transforms.skip_spikes import SkipSpikes
 
-_NAME = "gaccum_ms.adopt.mindformers.train_step"
 _WRAPPER = "GaccumTrainOneStepCell"  # our step's name in mindformers' registry
-_TRAINER = "gaccum_ms.adopt.mindformers.use_in_trainer"
 
 # Parameters that a forward changes, and callbacks of mindformers read and reset.
 _WRITTEN_BY_FORWARD = ("expert_load", "topk_bias", "fi_accu", "fi_parameter", "fi_cache", "max_logits_val")
@@ -200,14 +198,13 @@ def train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    if local_norm:
-        refuse(_NAME, "local_norm", local_norm, "Norms of each rank's gradients are not there: all ranks reduce once.")
-    check_positive_int(_NAME, "gradient_accumulation_steps", gradient_accumulation_steps)
-    max_norm = clip_norm_of(_NAME, use_clip_grad, "use_clip_grad", max_grad_norm)
+    check_left_out("local_norm", local_norm, "Norms of each rank's gradients are not there: all ranks reduce once.")
+    check_positive_int(OWNER, "gradient_accumulation_steps", gradient_accumulation_steps)
+    max_norm = clip_norm_of(use_clip_grad, "use_clip_grad", max_grad_norm)
     if use_skip_data_by_global_norm:
         clip = () if max_norm is None else (ClipByGlobalNorm(max_norm),)
         own = options.get("transforms", ())
-        check_transforms(_NAME, "transforms", own)
+        check_transforms(OWNER, "transforms", own)
         options["transforms"] = (SkipSpikes(norm=_just_below(global_norm_spike_threshold)), *clip, *own)
         max_norm = None
     if calculate_per_token_loss:
@@ -219,10 +216,9 @@ def train_step(
         _refuse_changing_forward(network)
         network = Backbone(network)
     step = build(
-        _NAME,
         Loss(network, bool(calculate_per_token_loss), _is_legacy()),
         optimizer,
-        scale_of(_NAME, scale_sense),
+        scale_of(scale_sense),
         StepOfMindformers,
         max_grad_norm=max_norm,
         **options,
@@ -237,7 +233,7 @@ def _refuse_changing_forward(network: nn.Cell) -> None:
     names = [each.name for each in network.get_parameters() if each.name.rsplit(".", 1)[-1] in _WRITTEN_BY_FORWARD]
     if names:
         raise ValueError(
-            f"For '{_NAME}', in semi-auto and auto parallel mode the network must have no Parameter that its forward "
+            f"For '{OWNER}', in semi-auto and auto parallel mode the network must have no Parameter that its forward "
             f"changes and a callback of mindformers reads (expert_load, topk_bias, gbs_aux_loss, max_logits_val), "
             f"because it is not shown that each micro-batch changes it once, but got {first_of(names, 3)}. Switch that "
             f"option of the model off, or train it with mindformers' own step."
@@ -348,7 +344,7 @@ def _refuse_parts_of_loss(trainer: Any, network: nn.Cell) -> None:
         model = get_real_models(network)
         if model.is_moe_model() or model.is_mtp_model():
             raise ValueError(
-                f"For '{_TRAINER}', 'print_separate_loss' must be False for a model with experts or with several "
+                f"For '{OWNER}', 'print_separate_loss' must be False for a model with experts or with several "
                 f"predicted tokens, because our step does not record the loss's parts, but got True. Set it so: the "
                 f"loss is their sum."
             )
@@ -364,12 +360,12 @@ def _check_settings(trainer: Any) -> None:
     for name, value, only in settings:
         if value != only:
             raise ValueError(
-                f"For '{_TRAINER}', in semi-auto and auto parallel mode '{name}' must be {only}, because our step "
+                f"For '{OWNER}', in semi-auto and auto parallel mode '{name}' must be {only}, because our step "
                 f"cuts the batch itself, but got {value}. Set it so, or do not call use_in_trainer()."
             )
     if ms.get_auto_parallel_context("pipeline_scheduler") == "zero_bubble_v":
         raise ValueError(
-            f"For '{_TRAINER}', 'pipeline_scheduler' must not be 'zero_bubble_v', for which the model returns other "
+            f"For '{OWNER}', 'pipeline_scheduler' must not be 'zero_bubble_v', for which the model returns other "
             f"losses. Use '1f1b'."
         )
 
@@ -384,7 +380,7 @@ def _wrap(original: Callable, trainer: Any, network: nn.Cell, optimizer: nn.Opti
     replaced = "MFPipelineWithLossScaleCell" if compiler_distributes() else "MFTrainOneStepCell"
     if wrapper is None or wrapper.type != replaced:
         raise ValueError(
-            f"For '{_TRAINER}', 'runner_wrapper.type' must be '{replaced}', but got "
+            f"For '{OWNER}', 'runner_wrapper.type' must be '{replaced}', but got "
             f"{None if wrapper is None else wrapper.type!r}: our step takes its place. Give that type, or "
             f"gradient_accumulation_steps=1."
         )

@@ -1,4 +1,5 @@
-"""mindone: its three training steps, with ours: of its own trainers, of its transformers and of its diffusers."""
+"""mindone: its three training steps, with ours: of its own trainers, which mindocr has too, of its transformers and of
+its diffusers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.adopt.common import MovedAverage, build, clip_norm_of, refuse, scale_of
+from gaccum_ms.adopt.common import OWNER, MovedAverage, build, check_left_out, clip_norm_of, scale_of
 from gaccum_ms.checks.arguments import check_one_of, described
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 from gaccum_ms.transforms.clip_by_value import ClipByValue
@@ -35,20 +36,21 @@ def train_step(
 ) -> TrainOneStepWithGradAccumulationCell:
     r"""
     Our training step for the arguments of `mindone.trainers.TrainOneStepWrapper
-    <https://github.com/mindspore-lab/mindone/blob/master/mindone/trainers/train_step.py>`_ .
+    <https://github.com/mindspore-lab/mindone/blob/master/mindone/trainers/train_step.py>`_ , and of mindocr's
+    `TrainOneStepWrapper <https://github.com/mindspore-lab/mindocr/blob/main/mindocr/utils/train_step_wrapper.py>`_ .
 
     Args:
         network (Cell): The network with its loss.
         optimizer (Optimizer): Of the network's weights. Its learning rate is per update.
         scale_sense (Union[float, Tensor, Cell]): Loss scale; a Cell adjusts it. Default: ``1.0`` .
-        ema (Cell, optional): `mindone.trainers.EMA` , which mindone's callbacks use. It is moved once per update.
+        ema (Cell, optional): The package's `EMA` , which its callbacks use. It is moved once per update.
             Default: ``None`` .
-        updates (int): Has no effect, as in mindone: the `EMA` has its own. Default: ``0`` .
+        updates (int): Has no effect, as in the packages: the `EMA` has its own. Default: ``0`` .
         drop_overflow_update (bool): Whether a window that is not finite is left out. Default: ``True`` .
         gradient_accumulation_steps (int): Batches that share an update. Default: ``1`` .
         clip_grad (bool): Whether to clip the window's mean gradient by its global norm. Default: ``False`` .
         clip_norm (float): That norm. Default: ``1.0`` .
-        verbose (bool): Has no effect, as in mindone. Default: ``False`` .
+        verbose (bool): Has no effect, as in the packages. Default: ``False`` .
         zero_helper (Any): Must be ``None`` : :class:`gaccum_ms.ShardedOptimizer` does its work. Default: ``None`` .
         **options (Any): Of :class:`gaccum_ms.GradAccumulationCell` .
 
@@ -63,18 +65,15 @@ def train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    name = "gaccum_ms.adopt.mindone.train_step"
-    if zero_helper is not None:
-        refuse(name, "zero_helper", zero_helper, _ZERO)
+    check_left_out("zero_helper", zero_helper, _ZERO)
     return build(
-        name,
         network,
         optimizer,
-        scale_of(name, scale_sense),
+        scale_of(scale_sense),
         drop_overflow_update=drop_overflow_update,
         accumulation_steps=gradient_accumulation_steps,
-        max_grad_norm=clip_norm_of(name, clip_grad, "clip_grad", clip_norm),
-        links=() if ema is None else (MovedAverage(name, ema, "ema_update"),),
+        max_grad_norm=clip_norm_of(clip_grad, "clip_grad", clip_norm),
+        links=() if ema is None else (MovedAverage(ema, "ema_update"),),
         **options,
     )
 
@@ -132,24 +131,20 @@ def transformers_train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    name = "gaccum_ms.adopt.mindone.transformers_train_step"
-    if zero_helper is not None:
-        refuse(name, "zero_helper", zero_helper, _ZERO)
+    check_left_out("zero_helper", zero_helper, _ZERO)
     clip_grad, scaler = clip_grad.lower(), scaler.lower()
-    check_one_of(name, "clip_grad", clip_grad, (*_NORMS, *_VALUES, "none"))
-    check_one_of(name, "scaler", scaler, _SCALERS)
-    config = dict(scaler_config or {})
+    check_one_of(OWNER, "clip_grad", clip_grad, (*_NORMS, *_VALUES, "none"))
+    check_one_of(OWNER, "scaler", scaler, _SCALERS)
+    config = {"scale_value": 1024, "scale_factor": 2, "scale_window": 1000, **(scaler_config or {})}
     scale: nn.Cell | ms.Tensor
     if scaler in ("auto", "dynamic"):
-        values = {"scale_value": 1024, "scale_factor": 2, "scale_window": 1000, **config}
-        scale = nn.DynamicLossScaleUpdateCell(values["scale_value"], values["scale_factor"], values["scale_window"])
+        scale = nn.DynamicLossScaleUpdateCell(config["scale_value"], config["scale_factor"], config["scale_window"])
     else:
-        scale = ms.Tensor(1.0 if scaler == "none" else float(config.get("scale_value", 1024)), ms.float32)
+        scale = ms.Tensor(1.0 if scaler == "none" else float(config["scale_value"]), ms.float32)
     links: tuple[Transform, ...] = (ClipByValue(clip_value),) if clip_grad in _VALUES else ()
     if ema is not None:
-        links = (*links, MovedAverage(name, ema, "ema_update"))
+        links = (*links, MovedAverage(ema, "ema_update"))
     return build(
-        name,
         network,
         optimizer,
         scale,
@@ -228,12 +223,11 @@ def diffusers_train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    name = "gaccum_ms.adopt.mindone.diffusers_train_step"
     from mindone.diffusers import training_utils
 
     if not isinstance(train_step, training_utils.TrainStep):
         raise TypeError(
-            f"For '{name}', the argument 'train_step' must be a 'mindone.diffusers.training_utils.TrainStep', but got "
+            f"For '{OWNER}', the argument 'train_step' must be a 'mindone.diffusers.training_utils.TrainStep', but got "
             f"{described(train_step)}."
         )
     theirs = train_step.grad_accumulator
@@ -246,9 +240,8 @@ def diffusers_train_step(
     # `forward` calls `self.scale_loss` , which must now return the loss unchanged: our step scales and divides.
     train_step.grad_accumulator = training_utils.GradAccumulator(train_step.parameters, 1)
     train_step.grad_scaler = training_utils.GradScaler(None)
-    scale = None if fixed and float(scaler.scale_value.asnumpy()) == 1.0 else scale_of(name, scaler, "loss_scaler")
+    scale = None if fixed and float(scaler.scale_value.asnumpy()) == 1.0 else scale_of(scaler, "loss_scaler")
     step = build(
-        name,
         _Forward(train_step, aux),
         train_step.optimizer,
         scale,

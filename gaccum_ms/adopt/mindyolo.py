@@ -10,11 +10,10 @@ from typing import Any
 
 from mindspore import nn, ops
 
-from gaccum_ms.adopt.common import MovedAverage, build, clip_norm_of, refuse, scale_of
+from gaccum_ms.adopt.common import OWNER, MovedAverage, build, check_left_out, clip_norm_of, scale_of
 from gaccum_ms.checks.arguments import check_one_of
 from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
-_NAME = "gaccum_ms.adopt.mindyolo.train_step"
 _MEANS = ("YOLOv4Loss", "YOLOXLoss")  # mindyolo's other losses are multiplied by the batch's size
 
 
@@ -99,29 +98,27 @@ def train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    check_one_of(_NAME, "task", task, ("detect", "segment"))
+    check_one_of(OWNER, "task", task, ("detect", "segment"))
     kind = type(loss_fn).__name__
     if reduction is None:
         if not kind.startswith("YOLO"):
             raise ValueError(
-                f"For '{_NAME}', the argument 'reduction' must be given for a loss that is not mindyolo's, but got a "
+                f"For '{OWNER}', the argument 'reduction' must be given for a loss that is not mindyolo's, but got a "
                 f"'{kind}'. Give 'sum' if it is multiplied by the batch's size, and 'mean' if it is not."
             )
         reduction = "mean" if kind in _MEANS else "sum"
     for name in ("micro_size", "micro_batch_size"):
-        if options.get(name) is not None:
-            refuse(_NAME, name, options[name], "Give smaller batches, and a larger 'accumulate'.")
+        check_left_out(name, options.get(name), "Give smaller batches, and a larger 'accumulate'.")
     return build(
-        _NAME,
         WithLossItems(network, loss_fn, loss_ratio, task == "segment"),
         optimizer,
-        scale_of(_NAME, scaler, "scaler"),
+        scale_of(scaler, "scaler"),
         StepOfMindyolo,
         drop_overflow_update=not overflow_still_update,
         accumulation_steps=accumulate,
         reduction=reduction,
-        max_grad_norm=clip_norm_of(_NAME, clip_grad, "clip_grad", clip_grad_value),
-        links=(MovedAverage(_NAME, ema, "update"),) if ema else (),
+        max_grad_norm=clip_norm_of(clip_grad, "clip_grad", clip_grad_value),
+        links=(MovedAverage(ema, "update"),) if ema else (),
         aux=True,
         jit=True if ms_jit else None,
         **options,

@@ -28,11 +28,11 @@ def audit(
 
     One update runs with the cell's options and one on the whole batch, from the same values; the latter is
     `nn.TrainOneStepCell <https://www.mindspore.cn/docs/en/master/api_python/nn/mindspore.nn.TrainOneStepCell.html>`_,
-    or, with counts or several losses, this project's step with one micro-batch. It compares the finished
-    gradient (before `max_grad_norm` , which would hide a wrong size), the updated parameters (without `transforms` ,
-    and for information only: Adam hides a wrong size, and amplifies a gradient that is zero except for rounding) and
-    the loss. It also checks whether the loss is a mean or a sum: on the batch repeated twice, a mean stays the same and
-    a sum doubles.
+    or, with counts, ratios, several losses or `aux` , this project's step with one micro-batch. It compares the
+    finished gradient (before `max_grad_norm` , which would hide a wrong size), the updated parameters (without
+    `transforms` , and for information only: Adam hides a wrong size, and amplifies a gradient that is zero except for
+    rounding) and the loss. It also checks whether the loss is a mean or a sum: on the batch repeated twice, a mean
+    stays the same and a sum doubles. Where results differ, remedies are tried on the loss, as at the first batch.
 
     Afterwards parameters, optimizer state, buffers, other attributes that the network's `construct` writes, and the
     cells' flags are restored, bit for bit; compiled steps remain valid. The network runs in training mode. Dropout

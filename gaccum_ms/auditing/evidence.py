@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import mindspore as ms
 import numpy as np
+
+from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.layers.batchnorm import batch_norm_names
+from gaccum_ms.losses.batch_loss import WithBatchLossCell
 
 # The relative error of a gradient that is zero except for rounding, such as a bias before a normalisation, means
 # nothing. So errors are relative to at least this share of the largest entry of all gradients.
@@ -25,23 +31,26 @@ class Update:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The measurements, and the properties of the cell."""
+    """The measurements on a cell."""
 
-    names: tuple[str, ...]  # the weights' names
+    cell: GradAccumulationCell
+    weights: Sequence[ms.Parameter]
     whole: Update
     accumulated: Update
     once: np.ndarray  # losses on the batch
     again: np.ndarray  # the same, in a second call
     twice: np.ndarray  # losses on the doubled batch
     tolerance: float
-    reduction: str
-    of_batch: bool  # whether the loss needs the whole batch
-    counted: bool
-    trimmed: bool  # whether padding is left out
-    batch_norm_layers: tuple[str, ...]
-    dropout_layers: tuple[str, ...]
-    remedy: str | None = None  # what was tried and makes the updates equal
-    broadcast: str | None = None  # an input that is broadcast, and the shape that it needs
+    remedy: str | None = None  # what the proof of the first batch has tried, and makes the losses equal
+
+    @property
+    def of_batch(self) -> bool:
+        """Whether the loss needs the whole batch."""
+        return isinstance(self.cell.network, WithBatchLossCell)
+
+    @functools.cached_property
+    def batch_norm_layers(self) -> tuple[str, ...]:
+        return tuple(batch_norm_names(self.cell.network))
 
     @functools.cached_property
     def largest(self) -> float:
@@ -51,7 +60,9 @@ class Evidence:
     @functools.cached_property
     def gradients(self) -> dict[str, float]:
         """The error of each gradient."""
-        return self.errors_of(self.accumulated)
+        pairs = zip(self.accumulated.gradients, self.whole.gradients, strict=True)
+        errors = (relative_error(value, whole, _SMALLEST_SCALE * self.largest) for value, whole in pairs)
+        return dict(zip((weight.name for weight in self.weights), errors, strict=True))
 
     @functools.cached_property
     def errors(self) -> dict[str, float]:
@@ -62,7 +73,7 @@ class Evidence:
     @property
     def expected(self) -> str:
         """How the loss must behave on the doubled batch, where a ratio stays the same."""
-        return "mean" if self.reduction == "ratio" else self.reduction
+        return "mean" if self.cell.returns_ratio else self.cell.reduction
 
     @property
     def behaves_as(self) -> str:
@@ -92,7 +103,7 @@ class Evidence:
     @property
     def may_have_a_remedy(self) -> bool:
         """Whether the difference comes from how micro-batches are cut and weighed, as far as is known."""
-        known = self.of_batch or self.trimmed or self.batch_norm_layers or self.changed_state or self.is_random
+        known = self.of_batch or self.cell.trims or self.batch_norm_layers or self.changed_state or self.is_random
         if known or not np.isfinite(self.whole.loss) or not self.largest > 0:
             return False
         return self.behaves_as == "neither" or (self.differs and self.behaves_as == self.expected)
@@ -104,35 +115,13 @@ class Evidence:
         return [name for name in whole if not self._equal(accumulated.get(name), whole[name])]
 
     @property
-    def lost_statistics(self) -> list[str]:
-        """The names of what is not finite after micro-batches alone."""
-        whole, accumulated = self.whole.state, self.accumulated.state
-        return [
-            name
-            for name in self.changed_state
-            if name in accumulated and np.isfinite(whole[name]).all() and not np.isfinite(accumulated[name]).all()
-        ]
-
-    @property
     def changed_outputs(self) -> list[int]:
-        """The numbers of outputs that are not the whole batch's; those of shape () are means."""
+        """The numbers of outputs that are not the whole batch's; those of shape () are means. Without padding they have
+        other shapes."""
+        if self.cell.trims:
+            return []
         pairs = zip(self.accumulated.outputs, self.whole.outputs, strict=True)
         return [index for index, (value, whole) in enumerate(pairs) if whole.ndim and not self._equal(value, whole)]
-
-    def errors_of(self, update: Update) -> dict[str, float]:
-        """The error of each gradient of an update."""
-        return {
-            name: relative_error(value, reference, _SMALLEST_SCALE * self.largest)
-            for name, value, reference in zip(self.names, update.gradients, self.whole.gradients, strict=True)
-        }
-
-    def agrees(self, update: Update) -> bool:
-        """Whether an update is the whole batch's."""
-        errors = [*self.errors_of(update).values(), relative_error(update.loss, self.whole.loss)]
-        return all(error <= self.tolerance for error in errors)
-
-    def agrees_on_loss(self, loss: float) -> bool:
-        return relative_error(loss, self.whole.loss) <= self.tolerance
 
     def _equal(self, value: np.ndarray | None, whole: np.ndarray) -> bool:
         if value is None or value.shape != whole.shape:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gaccum_ms.auditing.evidence import Evidence, relative_error
+from gaccum_ms.layers.dropout import dropouts
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class AuditReport:
         reduction (str): The cell's option; what the loss says, if it is not given.
         batch_norm_layers (tuple[str, ...]): Their names.
         couples_samples (bool): Whether results depend on which samples share a micro-batch, apart from a wrong
-            `reduction` .
+            `reduction` , and from what a remedy makes equal.
         dropout_layers (tuple[str, ...]): The names of those that were switched off for the audit.
         problems (tuple[str, ...]): For each problem, a description and a remedy.
 
@@ -88,14 +89,14 @@ def judged(evidence: Evidence) -> AuditReport:
     couples_samples, problems = _problems(evidence)
     return AuditReport(
         gradients=evidence.gradients,
-        parameters=dict(zip(evidence.names, errors, strict=True)),
+        parameters=dict(zip(evidence.gradients, errors, strict=True)),
         loss_whole=evidence.whole.loss,
         loss_accumulated=evidence.accumulated.loss,
         loss_behaves_as=evidence.behaves_as,
-        reduction=evidence.reduction,
+        reduction=evidence.cell.reduction,
         batch_norm_layers=evidence.batch_norm_layers,
         couples_samples=couples_samples,
-        dropout_layers=evidence.dropout_layers,
+        dropout_layers=tuple(dropouts(evidence.cell.network)),
         problems=tuple(problems),
     )
 
@@ -109,13 +110,7 @@ def _problems(evidence: Evidence) -> tuple[bool, list[str]]:
             f"{', '.join(layers)}. For the whole batch's results use nn.GroupNorm or nn.LayerNorm, or "
             f"use_batch_statistics=False."
         )
-    if evidence.lost_statistics:
-        problems.append(
-            f"{', '.join(evidence.lost_statistics)} become(s) NaN for good, because a BatchNorm takes a variance over "
-            f"one value per channel, and only evaluation would show it. Let each micro-batch have two samples or more, "
-            f"or use nn.GroupNorm or nn.LayerNorm."
-        )
-    elif evidence.changed_state and not layers:
+    elif evidence.changed_state:
         problems.append(
             f"The network writes state in 'construct' ({', '.join(evidence.changed_state)}), which then moves once per "
             f"micro-batch; where the loss uses it, errors come from it. Write it once per update: in 'after_update' of "
@@ -127,19 +122,16 @@ def _problems(evidence: Evidence) -> tuple[bool, list[str]]:
             f"the whole batch's: with aux=True each must have the micro-batch's samples along axis 0, or shape (). "
             f"Move the samples of others there, and leave out what is one for the whole batch."
         )
-    explained = bool(layers or problems)
-    couples_samples, problem = _first_problem(evidence, explained)
+    couples_samples, problem = _first_problem(evidence, explained=bool(problems))
     return couples_samples or bool(layers), problems if problem is None else [*problems, problem]
 
 
 def _first_problem(evidence: Evidence, explained: bool) -> tuple[bool, str | None]:
     """Whether samples are coupled without a known layer, and the first of some problems, which explains the others.
     `explained` : differences come from problems that are reported already."""
-    whole, accumulated, reduction = evidence.whole, evidence.accumulated, evidence.reduction
+    whole, accumulated, reduction = evidence.whole, evidence.accumulated, evidence.cell.reduction
     worst, error = next(iter(evidence.errors.items()))
     by = f"by {error:.1e} in {worst}"
-    if evidence.broadcast is not None:
-        return True, f"Micro-batching changes the result, {by}, because {evidence.broadcast}."
     if evidence.remedy is not None:
         return False, f"Micro-batching changes the result, {by}. This was tried, and makes it equal: {evidence.remedy}."
     if not evidence.is_finite:
@@ -180,16 +172,16 @@ def _first_problem(evidence: Evidence, explained: bool) -> tuple[bool, str | Non
         )
     if not evidence.differs or explained:
         return False, None
-    if evidence.trimmed:
+    if evidence.cell.trims:
         return False, (
             f"Leaving padding out changes the result, {by}: the network reads padding, as a mean or an attention over "
             f"all places does. Mask it there, or split without MaxTokens."
         )
-    over = "what count= counts" if evidence.counted else "samples"
+    over = "what count= counts" if evidence.cell.counted else "samples"
     return True, (
         f"Micro-batching changes the result, {by}, although no known layer couples samples. Either the network "
         f"compares samples of one batch: give it as WithBatchLossCell; or its loss is a mean over something other than "
-        f"{over}, such as valid tokens: {'give another count=' if evidence.counted else 'give it as count='}."
+        f"{over}, such as valid tokens: {'give another count=' if evidence.cell.counted else 'give it as count='}."
     )
 
 

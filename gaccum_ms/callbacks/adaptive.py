@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspore.train import RunContext
 
-from gaccum_ms.callbacks.json_lines import JsonLines
-from gaccum_ms.callbacks.noise_scale import NoiseCallback, check_smoothing
+from gaccum_ms.callbacks.noise_scale import check_noise_is_recorded, noise_estimate
 from gaccum_ms.callbacks.schedule import AccumulationScheduler
 from gaccum_ms.checks.arguments import check_finite, check_positive_finite, check_positive_int
 from gaccum_ms.distributed.layout import gather_json
@@ -31,7 +29,7 @@ class StepsRecord(NamedTuple):
     batch_size: float
 
 
-class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
+class AdaptiveAccumulation(AccumulationScheduler):
     r"""
     Adapt `accumulation_steps` to the gradient noise scale, and the learning rate to `accumulation_steps` .
 
@@ -64,12 +62,9 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         interval (int): Number of updates between two comparisons. Default: ``20`` .
         smoothing (float): The part of the two moving averages that each update keeps, at least 0, below 1.
             Default: ``0.99`` .
-        json_lines (Union[str, Path], optional): A file to which rank 0 appends each change as a line of JSON; numbers
-            that are not finite are ``null`` . Default: ``None`` .
 
     Raises:
-        TypeError: If an argument is not a number, `min_steps` , `max_steps` or `interval` not an int, or `json_lines`
-            neither str nor Path.
+        TypeError: If an argument is not a number, or `min_steps` , `max_steps` or `interval` not an int.
         ValueError: If `target` is not positive and finite, `tolerance` not finite and larger than 1, `smoothing` not at
             least 0 and below 1, an int less than 1, `max_steps` less than `min_steps` , or `learning_rate` another
             word; if training begins without ``record_noise`` , with data sinking, with an optimizer whose rate
@@ -97,6 +92,8 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         [2]
     """
 
+    every_window = True
+
     def __init__(
         self,
         target: float = 1.0,
@@ -106,7 +103,6 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         tolerance: float = 1.5,
         interval: int = 20,
         smoothing: float = 0.99,
-        json_lines: str | Path | None = None,
     ) -> None:
         super().__init__(lambda updates: self._next_steps, learning_rate)
         check_positive_finite(_NAME, "target", target)
@@ -120,27 +116,25 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         check_finite(_NAME, "tolerance", tolerance)
         if tolerance <= 1:
             raise ValueError(f"For '{_NAME}', the argument 'tolerance' must be larger than 1, but got {tolerance}.")
-        check_smoothing(_NAME, smoothing)
-        self._json_lines = JsonLines(_NAME, json_lines)
         self.target = target
         self.min_steps, self.max_steps = min_steps, max_steps
         self.tolerance = tolerance
         self.interval = interval
-        self.smoothing = smoothing
+        self._estimate = noise_estimate(_NAME, smoothing)
         self.records: list[StepsRecord] = []
 
     def on_train_begin(self, run_context: RunContext) -> None:
+        check_noise_is_recorded(_NAME, run_context)
         super().on_train_begin(run_context)
         step: Any = training_step(run_context)
         # In a resumed step, both may differ from the cell's.
         present = step.accumulation_steps if self.learning_rate is None else step.rate_steps
         self._next_steps = int(present.asnumpy())
-        self._json_lines.begin()
 
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
         if record.noise is None:
             return
-        self.estimate.add(record.noise, self.smoothing)
+        self._estimate.add(record.noise)
         if record.update % self.interval:
             return
         step: Any = training_step(run_context)
@@ -152,9 +146,9 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
             return
         self._follow(run_context)
         rate = current_learning_rate(step.optimizer)
-        change = StepsRecord(record.update, self._next_steps, rate, self.noise_scale, record.noise.items)
-        self.records.append(change)
-        self._json_lines.append(change._asdict())
+        self.records.append(
+            StepsRecord(record.update, self._next_steps, rate, self._estimate.noise_scale, record.noise.items)
+        )
 
     def _wanted(self, noise: WindowNoise, steps: int, batches: int) -> int:
         """The number of batches for later windows, after a window of `batches` batches."""
@@ -162,7 +156,7 @@ class AdaptiveAccumulation(NoiseCallback, AccumulationScheduler):
         least = self.min_steps
         if noise.micro_batches < 1.5 * max(batches, 1):  # a batch is one micro-batch, on all ranks
             least = max(least, 2)
-        ratio = self.target * self.noise_scale / (steps * batch_items)
+        ratio = self.target * self._estimate.noise_scale / (steps * batch_items)
         wanted = steps
         if ratio > self.tolerance:
             wanted = max(round(steps * min(ratio, _LARGEST_CHANGE)), steps + 1)

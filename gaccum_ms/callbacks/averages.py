@@ -7,20 +7,20 @@ from typing import Any
 
 from mindspore.train import Callback, RunContext
 
-from gaccum_ms.training.step_in_model import training_step
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 
 class AveragesInEvaluation(Callback):
     """Swaps averages in when an evaluation begins, and out when MindSpore leaves its callbacks, also after an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: TrainOneStepWithGradAccumulationCell) -> None:
         super().__init__()
+        self._step = step
         self._swapped = contextlib.ExitStack()
 
     def on_eval_begin(self, run_context: RunContext) -> None:
-        step = training_step(run_context)
-        if step is not None and step.has_averages:
-            self._swapped.enter_context(step.averaged_weights())
+        if self._step.has_averages:
+            self._swapped.enter_context(self._step.averaged_weights())
 
     def __exit__(self, *err: Any) -> None:
         self._swapped.close()

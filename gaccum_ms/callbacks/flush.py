@@ -57,16 +57,13 @@ class FlushAccumulation(Callback):
         super().__init__()
         check_bool("FlushAccumulation", "each_epoch", each_epoch)
         self.each_epoch = each_epoch
-        self.evens_out_ranks = each_epoch
-        self._epochs = 0
-        self._before = 0  # batches of the epochs before this one
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self._epochs = 0
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self._epochs += 1
-        self._before = run_context.original_args().cur_step_num
+        self._before = run_context.original_args().cur_step_num  # batches of the epochs before this one
 
     # The flush is at the last batch, not after the epoch: evaluation in Model.fit and checkpoints come in between, and
     # must see the update. The epoch's end serves epochs that were stopped early.

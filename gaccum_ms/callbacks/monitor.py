@@ -1,15 +1,16 @@
-"""WindowMonitor: keeps each window's record, and writes JSON lines, TensorBoard's and MindSpore's summaries."""
+"""WindowMonitor: keeps each window's record, and writes JSON lines and TensorBoard's summaries."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import mindspore as ms
 from mindspore.train import RunContext
 
-from gaccum_ms.callbacks.json_lines import JsonLines
 from gaccum_ms.distributed.ranks import rank_or_0
 from gaccum_ms.record.window_callback import WindowCallback
 from gaccum_ms.record.window_record import WindowRecord
@@ -26,9 +27,9 @@ class WindowMonitor(WindowCallback):
     Args:
         json_lines (Union[str, Path], optional): A file to which each record is appended as a line of JSON; numbers
             that are not finite are ``null`` . Default: ``None`` .
-        summary (Union[SummaryRecord, SummaryWriter], optional): Receives each number, as ``window/<name>`` over the
-            number of updates; with several losses also ``window/loss_terms/<n>`` . It is a `mindspore.SummaryRecord` ,
-            or TensorBoard's `SummaryWriter` from tensorboardX or PyTorch. Close it yourself. Default: ``None`` .
+        summary (SummaryWriter, optional): TensorBoard's, from tensorboardX or PyTorch. It receives each number, as
+            ``window/<name>`` over the number of updates; with several losses also ``window/loss_terms/<n>`` . Close it
+            yourself. Default: ``None`` .
 
     Raises:
         TypeError: If `json_lines` is neither str nor Path, or `summary` has another type.
@@ -59,17 +60,23 @@ class WindowMonitor(WindowCallback):
 
     def __init__(self, json_lines: str | Path | None = None, summary: Any = None) -> None:
         super().__init__()
-        self._json_lines = JsonLines("WindowMonitor", json_lines)
-        if summary is not None and not isinstance(summary, ms.SummaryRecord) and not hasattr(summary, "add_scalar"):
+        if json_lines is not None and not isinstance(json_lines, (str, Path)):
             raise TypeError(
-                f"For 'WindowMonitor', the argument 'summary' must be a mindspore.SummaryRecord or TensorBoard's "
-                f"SummaryWriter, but got '{type(summary).__name__}'."
+                f"For 'WindowMonitor', the argument 'json_lines' must be a path, but got {json_lines!r} of type "
+                f"'{type(json_lines).__name__}'."
+            )
+        if summary is not None and not hasattr(summary, "add_scalar"):
+            raise TypeError(
+                f"For 'WindowMonitor', the argument 'summary' must be TensorBoard's SummaryWriter, but got "
+                f"'{type(summary).__name__}'."
             )
         self.records: list[WindowRecord] = []
+        # Absolute, because the working folder may change in mid-training.
+        self._path = None if json_lines is None else Path(json_lines).absolute()
         self._summary = summary
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        self._json_lines.begin()
+        self._append("")  # a file that cannot be written is an error now, not after the first window
 
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
         self.add(record)
@@ -83,14 +90,27 @@ class WindowMonitor(WindowCallback):
         self.records.append(record)
         numbers = asdict(record)
         del numbers["noise"]  # `noise_scale` tells what it means
-        self._json_lines.append(numbers)
-        if self._summary is None or rank_or_0() != 0:
+        self._append(json.dumps({name: _finite(value) for name, value in numbers.items()}) + "\n")
+        if self._summary is not None and rank_or_0() == 0:
+            for field, value in record.scalars().items():
+                self._summary.add_scalar(f"window/{field}", value, record.update)
+
+    def _append(self, text: str) -> None:
+        """Append to the file, on rank 0. A last line that a killed training has cut short is ended before."""
+        if self._path is None or rank_or_0() != 0:
             return
-        for field, value in record.scalars().items():
-            name = f"window/{field}"
-            if isinstance(self._summary, ms.SummaryRecord):
-                self._summary.add_value("scalar", name, ms.Tensor(value, ms.float32))
-            else:
-                self._summary.add_scalar(name, value, record.update)
-        if isinstance(self._summary, ms.SummaryRecord):
-            self._summary.record(record.update)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.is_file() and self._path.stat().st_size:  # not a pipe, which has no last byte
+            with self._path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    text = "\n" + text
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _finite(value: Any) -> Any:
+    """The value, with None for NaN and infinity, which JSON lacks."""
+    if isinstance(value, tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,9 +1,8 @@
-"""GradNoiseScale, which derives a batch size from the gradient noise, and the base of callbacks like it."""
+"""GradNoiseScale derives a batch size from the gradient noise."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspore.train import RunContext
@@ -19,35 +18,19 @@ _NAME = "GradNoiseScale"
 _NEAR = 1.5  # the largest ratio, in either direction, that counts as near the critical size
 
 
-class NoiseCallback(WindowCallback):
-    """Base of callbacks that use the gradient noise. `arguments` are the next class's."""
-
-    every_window = True
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.estimate = NoiseEstimate()
-
-    @property
-    def noise_scale(self) -> float:
-        """The estimate, in items; NaN before the first window, infinite if the gradient cannot be distinguished from
-        zero."""
-        return self.estimate.noise_scale
-
-    def on_train_begin(self, run_context: RunContext) -> None:
-        if not hasattr(training_step(run_context), "noise_sums"):
-            raise ValueError(
-                f"For '{type(self).__name__}', the GradAccumulationCell must have record_noise=True, but got "
-                f"record_noise=False."
-            )
-        super().on_train_begin(run_context)
-
-
-def check_smoothing(owner: str, smoothing: Any) -> None:
+def noise_estimate(owner: str, smoothing: Any) -> NoiseEstimate:
     check_number(owner, "smoothing", smoothing)
     if not 0 <= smoothing < 1:
         raise ValueError(
             f"For '{owner}', the argument 'smoothing' must be at least 0 and below 1, but got {smoothing}."
+        )
+    return NoiseEstimate(smoothing)
+
+
+def check_noise_is_recorded(owner: str, run_context: RunContext) -> None:
+    if not hasattr(training_step(run_context), "noise_sums"):
+        raise ValueError(
+            f"For '{owner}', the GradAccumulationCell must have record_noise=True, but got record_noise=False."
         )
 
 
@@ -59,7 +42,7 @@ class ScaleRecord(NamedTuple):
     noise_scale: float
 
 
-class GradNoiseScale(NoiseCallback):
+class GradNoiseScale(WindowCallback):
     r"""
     Estimate the gradient noise scale during training, and derive advice on the batch size.
 
@@ -79,10 +62,7 @@ class GradNoiseScale(NoiseCallback):
     * ``noise_scale`` : the estimate, in items; NaN before the first window, infinite if the gradient cannot be
       distinguished from zero;
     * ``advice`` : what to do, in one line; "accumulate over 6" means ``accumulation_steps=6`` ;
-    * ``records`` : for each update a named tuple of ``update`` , ``batch_size`` and ``noise_scale`` ;
-    * ``draw(path)`` : draws the curve into a file (``pip install 'gaccum_ms[report]'`` ): noise scale and batch over
-      updates, and the updates and examples that each batch size needs, :math:`1 + B_{noise} / B` and
-      :math:`1 + B / B_{noise}` times the least, after the paper.
+    * ``records`` : for each update a named tuple of ``update`` , ``batch_size`` and ``noise_scale`` .
 
     Args:
         smoothing (float): The part of the two moving averages that each update keeps, at least 0, below 1. The averages
@@ -91,8 +71,7 @@ class GradNoiseScale(NoiseCallback):
     Raises:
         TypeError: If `smoothing` is not a number.
         ValueError: If `smoothing` is not at least 0 and below 1; if training begins without ``record_noise`` , or with
-            data sinking, which hides batches from callbacks; if there is nothing to draw.
-        ImportError: If `draw` is called without matplotlib.
+            data sinking, which hides batches from callbacks.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -116,12 +95,16 @@ class GradNoiseScale(NoiseCallback):
         True
     """
 
+    every_window = True
+
     def __init__(self, smoothing: float = SMOOTHING) -> None:
         super().__init__()
-        check_smoothing(_NAME, smoothing)
-        self.smoothing = smoothing
+        self._estimate = noise_estimate(_NAME, smoothing)
         self.records: list[ScaleRecord] = []
-        self._batches = 1  # of the last window
+
+    @property
+    def noise_scale(self) -> float:
+        return self._estimate.noise_scale
 
     @property
     def advice(self) -> str:
@@ -146,21 +129,12 @@ class GradNoiseScale(NoiseCallback):
             )
         return f"batch {_as_text(batch)} is near {critical}: keep it"
 
-    def draw(self, path: str | Path) -> None:
-        """Draw noise scale and batch over updates, and the updates and examples that each batch size needs."""
-        from gaccum_ms.report.plots import draw_noise_scale
-
-        known = [record for record in self.records if 0 < record.noise_scale < math.inf]
-        if not known:
-            raise ValueError(
-                f"For '{_NAME}', 'draw' needs a training whose noise scale is known and not 0 after some update, but "
-                f"got {len(self.records)} update(s) without. Train with at least two micro-batches in each window."
-            )
-        draw_noise_scale(known, path)
+    def on_train_begin(self, run_context: RunContext) -> None:
+        check_noise_is_recorded(_NAME, run_context)
 
     def on_window_end(self, run_context: RunContext, record: WindowRecord) -> None:
         if record.noise is not None:
-            self.estimate.add(record.noise, self.smoothing)
+            self._estimate.add(record.noise)
             self.records.append(ScaleRecord(record.update, record.noise.items, self.noise_scale))
             self._batches = record.batches
 

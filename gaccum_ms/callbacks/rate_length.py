@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.learning_rate import updates_of_rates
-
-if TYPE_CHECKING:
-    from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
+from gaccum_ms.training.step import TrainOneStepWithGradAccumulationCell
 
 _NEAR = 0.01  # of the batches, or one batch: lists may be a little longer or shorter than the training
 

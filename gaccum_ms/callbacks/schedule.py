@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore.train import RunContext
 
 from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.checks.arguments import check_one_of, check_positive_int
+from gaccum_ms.checks.arguments import check_not_negative_int, check_one_of, check_positive_int
 from gaccum_ms.learning_rate import RULES, multiply_learning_rate, scaling_factor
 from gaccum_ms.record.window_callback import WindowCallback
 from gaccum_ms.record.window_record import WindowRecord
@@ -65,15 +65,8 @@ class AccumulationScheduler(WindowCallback):
             if not schedule:
                 raise ValueError("For 'AccumulationScheduler', the argument 'schedule' must not be empty.")
             for epoch, steps in schedule.items():
+                check_not_negative_int("AccumulationScheduler", "epoch of schedule", epoch)
                 check_positive_int("AccumulationScheduler", f"schedule[{epoch!r}]", steps)
-                if isinstance(epoch, bool) or not isinstance(epoch, int):
-                    raise TypeError(
-                        f"For 'AccumulationScheduler', the epochs of 'schedule' must be ints, but got {epoch!r}."
-                    )
-                if epoch < 0:
-                    raise ValueError(
-                        f"For 'AccumulationScheduler', the epochs of 'schedule' must not be negative, but got {epoch}."
-                    )
         elif not callable(schedule):
             raise TypeError(
                 f"For 'AccumulationScheduler', the argument 'schedule' must be a dict from epochs to numbers of "

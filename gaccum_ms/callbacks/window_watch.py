@@ -14,6 +14,7 @@ from mindspore.train import Callback, RunContext
 
 from gaccum_ms.backend.data_sets import epoch_of
 from gaccum_ms.backend.user_warnings import warn_user
+from gaccum_ms.callbacks.flush import FlushAccumulation
 from gaccum_ms.callbacks.rate_length import warn_of_rates_for_batches
 from gaccum_ms.checkpoint.data_position import begin_anew
 from gaccum_ms.checkpoint.rank_folders import refuse_shared_folders
@@ -31,10 +32,8 @@ class RankBatches(NamedTuple):
 
     def windows(self, steps: int, first_epoch: bool) -> tuple[int, int]:
         """Windows of `steps` batches that end within the epoch, and batches left after the last of them."""
-        if not first_epoch:
-            return divmod(self.batches, steps)
-        batches = self.batches - self.skipped
-        if not self.position:
+        batches = self.batches - self.skipped if first_epoch else self.batches
+        if not first_epoch or not self.position:
             return divmod(batches, steps)
         missing = max(self.window_steps - self.position, 1)  # a full window ends with the next batch
         if batches < missing:
@@ -69,7 +68,7 @@ class WindowWatch(Callback):
         """Refuse ranks with different numbers of batches, unless a callback evens them out."""
         step = self._step
         batches = parameters.epoch_num * parameters.batch_num - parameters.skipped_batches
-        flushed = any(getattr(callback, "evens_out_ranks", False) for callback in parameters.list_callback)
+        flushed = any(flush.each_epoch for flush in _flushes(parameters))
         warn_of_rates_for_batches(step, batches, flushes=flushed * parameters.epoch_num)
         if not step.reducer_flag:
             return
@@ -79,9 +78,7 @@ class WindowWatch(Callback):
             parameters.batch_num, parameters.skipped_batches, int(step.window_position.asnumpy()), window_steps
         )
         parameters.rank_batches = batches_of = [RankBatches(*row) for row in gather_json(own)]
-        if all(other == own for other in batches_of):
-            return
-        if step.spans_batches and flushed:
+        if all(other == own for other in batches_of) or (step.spans_batches and flushed):
             return
         ranks_as_text = [
             f"{of_rank.batches - of_rank.skipped} on rank {rank}"
@@ -101,12 +98,12 @@ class WindowWatch(Callback):
 
     def on_train_end(self, run_context: RunContext) -> None:
         step = self._step
-        step.run_record.end_training()
+        step.run_record.training_ended = True
         begin_anew(run_context.original_args().train_dataset)  # if resume has set a position
         if not step.spans_batches or not int(step.window_position.asnumpy()):
             return
-        if any(hasattr(callback, "evens_out_ranks") for callback in run_context.original_args().list_callback):
-            return  # a FlushAccumulation will end the window in its on_train_end
+        if _flushes(run_context.original_args()):  # which will end the window in its on_train_end
+            return
         batches, steps = int(step.window_position.asnumpy()), int(step.window_steps.asnumpy())
         warn_user(
             f"For 'GradAccumulationCell', training ended in the middle of a window: {batches} batch(es) of {steps} "
@@ -114,3 +111,7 @@ class WindowWatch(Callback):
             f"FlushAccumulation(), or call flush() of the training step; batches of another model.train go on with "
             f"the window."
         )
+
+
+def _flushes(parameters: Any) -> list[FlushAccumulation]:
+    return [callback for callback in parameters.list_callback if isinstance(callback, FlushAccumulation)]

@@ -21,13 +21,12 @@ from gaccum_ms.checkpoint.rank_files import Values
 from gaccum_ms.checks.arguments import first_of
 from gaccum_ms.record.run_record import OF_DATA_SET, RULES
 
-_OF_THE_RATE = (own("rate_steps"), own("rate_factor"))  # what the optimizer's rate is for
 _OF_A_WINDOW = (own("window_unit"), own("window_sums"))
 
 
 def without_optimizer(step: Any, values: Values) -> Values:
     """The values without the optimizer's state, its learning rate among it."""
-    left_out = {*_state_of(step.optimizer, step.weights), *_OF_THE_RATE}
+    left_out = {*_state_of(step.optimizer, step.weights), own("rate_steps")}  # the steps are those of the rate
     return {name: value for name, value in values.items() if name not in left_out}
 
 

@@ -127,23 +127,22 @@ def resume(
         raise ValueError("For 'resume', the argument 'checkpoint' must be at least one file, but got none.")
     folder = paths[0] if len(paths) == 1 and _is_folder(paths[0]) else None
     _check_suffixes([] if folder else paths)
+    read = functools.lru_cache(maxsize=1)(functools.partial(_read, step, optimizer=optimizer))
     step.check_names_and_refresh_name()  # as before the first batch, which the checkpoint is from after
     with whole_state(step.optimizer):
         if folder:
             resumes_windows = step.run_record.resumes_windows
             # In semi-auto and auto parallel mode the record says one rank, but all devices choose together.
             ranks = step.run_record.ranks if resumes_windows else group_size_or_1()
-            read = functools.partial(_read, step, optimizer=optimizer)
             paths = newest_checkpoint(folder, ranks, read, in_windows=resumes_windows)
         if paths:
-            return _go_on(step, paths, data_set, optimizer)
+            return _go_on(step, [(path, read(path)) for path in paths], data_set, optimizer)
     if data_set is not None and counts_quickly(data_set):
         step.run_record.note_data_set(epoch_of(data_set, step.run_record.ranks))
     return 0
 
 
-def _go_on(step: Any, paths: Sequence[Path], data_set: Any, optimizer: bool) -> int:
-    files = [(path, _read(step, path, optimizer)) for path in paths]
+def _go_on(step: Any, files: list[tuple[Path, Values]], data_set: Any, optimizer: bool) -> int:
     _refuse_rate_factor(files)
     record = step.run_record
     values = of_rank(files, record.rank, record.ranks)
@@ -200,11 +199,9 @@ def _under_own_names(step: nn.Cell, values: Values) -> Values:
     """The values, with this process's names of learning-rate schedules. Each process numbers its schedules in order of
     creation, so the step's first schedule is the checkpoint's first."""
 
-    def number(name: str) -> int:
-        return int(name.rpartition(".")[2])
-
     def schedules(names: Iterable[str]) -> list[str]:
-        return sorted((name for name in names if MULTIPLIER_PREFIX in name), key=number)
+        found = [name for name in names if MULTIPLIER_PREFIX in name]
+        return sorted(found, key=lambda name: int(name.rpartition(".")[2]))
 
     own = schedules(parameter.name for parameter in step.get_parameters())
     names = dict(zip(schedules(values), own, strict=False))

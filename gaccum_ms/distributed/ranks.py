@@ -15,7 +15,6 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank
 
-from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.parameters import overwrite
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.distributed.stages import stages
@@ -133,46 +132,15 @@ def check_parallel_mode(owner: str, compiler_distributes: bool = False) -> None:
         )
 
 
-# -- MindSpore's DistributedDataParallel -----------------------------------------------------------------------------
-
-# Its hook on a weight adds the gradient to a bucket, reduces the bucket, and returns what the bucket holds: the second
-# micro-batch's gradient then contains the first one's.
-_CLASS = "DistributedDataParallel"  # by name: some versions have none
-_REMEDY = (
-    f"Its hooks reduce each micro-batch's gradient, together with those before it. Make the network without "
-    f"{_CLASS}: data parallel mode reduces by itself, once per update, after init() and "
-    f"mindspore.set_auto_parallel_context(parallel_mode='data_parallel', gradients_mean=True)."
-)
-
-
-def refuse_wrapped_network(owner: str, network: nn.Cell) -> None:
-    """Refuse a network with such a Cell in it."""
-    if any(_wraps(cell) for _, cell in held_cells(network)):
-        raise ValueError(f"For '{owner}', the network must not be in a {_CLASS}, but got one. {_REMEDY}")
-
-
 def refuse_hooked_weights(owner: str, weights: Iterable[ms.Parameter]) -> None:
-    """Refuse weights for whose gradients such a Cell has hooks, as far as the weights show it."""
-    names = [weight.name for weight in weights if _is_hooked(weight)]
+    """Refuse weights of MindSpore's DistributedDataParallel. Its hook on a weight adds the gradient to a bucket,
+    reduces that, and returns what it holds: the second micro-batch's gradient then contains the first one's."""
+    names = [weight.name for weight in weights if "main_grad" in vars(weight)]  # which it gives its weights
     if names:
         raise ValueError(
             f"For '{owner}', the gradients of weights must come without hooks, but got '{names[0]}' and "
-            f"{len(names) - 1} other(s) in a {_CLASS}. {_REMEDY}"
+            f"{len(names) - 1} other(s) in a DistributedDataParallel. Its hooks reduce each micro-batch's gradient, "
+            f"together with those before it. Make the network without it: data parallel mode reduces by itself, once "
+            f"per update, after init() and mindspore.set_auto_parallel_context(parallel_mode='data_parallel', "
+            f"gradients_mean=True)."
         )
-
-
-def _wraps(value: Any) -> bool:
-    return isinstance(value, nn.Cell) and any(kind.__name__ == _CLASS for kind in type(value).__mro__)
-
-
-def _is_hooked(weight: ms.Parameter) -> bool:
-    if "main_grad" in vars(weight):  # it marks its weights so
-        return True
-    for hook in getattr(weight, "hooks", list)():
-        values = [
-            getattr(hook, "__self__", None),
-            *(cell.cell_contents for cell in getattr(hook, "__closure__", ()) or ()),
-        ]
-        if any(_wraps(value) for value in values):
-            return True
-    return False

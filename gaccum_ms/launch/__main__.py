@@ -36,11 +36,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch"
     cluster = Cluster(**{name: value for name, value in vars(options).items() if name in fields})
     log_dir, command = options.log_dir.resolve(), [options.script, *options.args]
     if options.dry_run:
-        try:
-            text = DryRun(cluster, command, log_dir, options.hosts, options.words).text(options.dry_run)
-        except LaunchError as error:
-            say(f"error: {error}\n")
-            return error.code
+        text = DryRun(cluster, command, log_dir, options.hosts, options.words).text(options.dry_run)
         return 0 if show(text) else 1
     if importlib.util.find_spec("psutil") is None:
         say("error: 'psutil' is not installed (pip install psutil).\n")

@@ -67,7 +67,7 @@ class Cluster:
     master_addr: str = "127.0.0.1"  # an address of host 0, where MindSpore's scheduler runs
     master_port: int = 0  # the scheduler's port there; 0: any free port
     start_timeout: float = 600  # seconds in which all ranks must reach `init()`
-    end_timeout: float = 15  # seconds for which ranks may stand still after one has ended; 0: for ever
+    end_timeout: float = 3600  # seconds for which others may go on once a rank has ended; 0: for ever
     rank_table_file: str = ""  # msrun's option
     bind_core: str = ""  # msrun's option
     max_restarts: int = 0
@@ -98,7 +98,7 @@ class Cluster:
         """The environment of the processes to start: `parent` without another cluster's variables, with a share of this
         host's `cores` for each process, and the time that ranks wait for each other; values in `parent` are kept."""
         unfit = left_out(parent)
-        env = {k: v for k, v in parent.items() if k not in unfit and (k == RANK_TABLE or not of_another_cluster(k))}
+        env = {k: v for k, v in parent.items() if k not in unfit and not _is_of_another_cluster(k)}
         for name in THREAD_NAMES:
             env.setdefault(name, str(max(1, cores // self.processes)))
         env.setdefault("PYTHONUNBUFFERED", "1")
@@ -136,9 +136,9 @@ class Cluster:
         return int(min(self.start_timeout + MINDSPORE_WAITS_LONGER_SECONDS, MINDSPORE_WAITS_SECONDS))
 
 
-def of_another_cluster(name: str) -> bool:
+def _is_of_another_cluster(name: str) -> bool:
     """Whether an environment variable describes a cluster; it is never the one that starts here."""
-    return name in CLUSTER_NAMES or name.startswith(CLUSTER_PREFIXES)
+    return name in CLUSTER_NAMES or (name.startswith(CLUSTER_PREFIXES) and name != RANK_TABLE)
 
 
 def _visible(value: str | None, devices: tuple[int, ...]) -> str:

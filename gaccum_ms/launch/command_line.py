@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from gaccum_ms.launch.output import show
 
-ABBREVIATION_LETTERS = 4
 ALIKE = 0.8  # difflib's ratio from which two words resemble each other
 
 
@@ -41,22 +40,9 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(words)
         if not unknown:
             return options, options.rest[1:] if options.rest[:1] == ["--"] else options.rest
-        if near := self._near(unknown[0].partition("=")[0]):
-            self.error(f"there is no option {unknown[0].partition('=')[0]}; is {near} meant? "
-                       "A script's own options come after '--'")  # fmt: skip
+        name = unknown[0].partition("=")[0]
+        own = [option for each in self._actions if each.help != argparse.SUPPRESS for option in each.option_strings]
+        if near := difflib.get_close_matches(name, own, n=1, cutoff=ALIKE):
+            self.error(f"there is no option {name}; is {near[0]} meant? A script's own options come after '--'")
         place = words.index(unknown[0])
         return self.parse_args(words[:place]), words[place:]
-
-    def _near(self, name: str) -> str | None:
-        """The option that a word resembles; None if there is none."""
-        options = [a.option_strings for a in self._actions if a.help != argparse.SUPPRESS]
-        plain = {_plain(option): option for names in options for option in names if option.startswith("--")}
-        name = _plain(name) if name.startswith("--") else ""
-        starts = [option for option in plain if len(name) >= ABBREVIATION_LETTERS and option.startswith(name)]
-        ends = [option for option in plain if name.endswith(f"-{option}")]  # --num-processes
-        near = [*starts, *ends, *difflib.get_close_matches(name, plain, n=1, cutoff=ALIKE)]
-        return plain[near[0]] if near else None
-
-
-def _plain(option: str) -> str:
-    return option.lstrip("-").replace("_", "-").lower()

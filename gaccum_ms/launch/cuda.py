@@ -10,9 +10,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import re
-import shlex
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,20 +44,6 @@ def missing_packages() -> list[str]:
     return [package for library, package in LIBRARIES.items() if library not in found]
 
 
-def wrong_cuda_home(env: Mapping[str, str]) -> str:
-    """Return why MindSpore's back end refuses the ``CUDA_HOME`` of an environment, or an empty string."""
-    home = env.get("CUDA_HOME")
-    if not home:
-        return ""
-    version = re.search(r"release (\d+)\.(\d+)", subprocess.getoutput(shlex.join([f"{home}/bin/nvcc", "--version"])))
-    needed = f"MindSpore's back end needs CUDA {CUDA_VERSION.partition('.')[0]}"
-    if version is None:
-        return f"CUDA_HOME={home} has no bin/nvcc that tells its version, and {needed}"
-    if version[1] != CUDA_VERSION.partition(".")[0]:
-        return f"CUDA_HOME={home} is CUDA {version[1]}.{version[2]}, and {needed}"
-    return ""
-
-
 def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     """Make the folder, and return the variables with which MindSpore finds it."""
     if "CUDA_HOME" in env or not has_driver() or missing_packages():
@@ -77,17 +60,17 @@ def environment(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
         for name in (library.name, *with_version):
             (libraries / name).unlink(missing_ok=True)
             (libraries / name).symlink_to(library)
-    plugins = folders("mindspore")[0] / "lib" / "plugin"
+    plugins = _folders("mindspore")[0] / "lib" / "plugin"
     search = [libraries, plugins / f"gpu{major}.{minor}", plugins / "gpu", *filter(None, [env.get("LD_LIBRARY_PATH")])]
     return {"CUDA_HOME": str(folder), "LD_LIBRARY_PATH": os.pathsep.join(map(str, search))}
 
 
 def _libraries() -> list[Path]:
     """The shared libraries in NVIDIA's packages."""
-    return sorted(library for folder in folders("nvidia") for library in folder.glob("*/lib/*.so*"))
+    return sorted(library for folder in _folders("nvidia") for library in folder.glob("*/lib/*.so*"))
 
 
-def folders(name: str) -> list[Path]:
+def _folders(name: str) -> list[Path]:
     """All folders of a package: NVIDIA's may be in several environments, one based on the other."""
     spec = importlib.util.find_spec(name)
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]

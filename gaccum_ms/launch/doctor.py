@@ -6,7 +6,6 @@ with a remedy, and makes the exit code 1. A part that is only absent, such as a 
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import itertools
 import os
@@ -15,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -39,11 +37,6 @@ PACKAGES = (  # what pip installs, the first version that is right and the first
     ("psutil", [0], [1000], ""),
     (MINDSPORE, [2, 7, 2], [2, 11], ", {}supported (gaccum_ms needs 2.7.2 to 2.10)"),
 )
-# MindSpore's own table of the CANN that it goes with, which it checks when it is imported on Ascend.
-CANN_TABLE = "mindspore/run_check/_check_version.py"
-CANN_VERSIONS = r"class AscendEnvChecker.*?self\.version = (\[.*?\])"
-CANN_SCRIPTS = ("/usr/local/Ascend/ascend-toolkit/set_env.sh", "/usr/local/Ascend/cann/set_env.sh")
-COLUMNS = 80
 # These import nothing of ours, so their failures are MindSpore's.
 COMPUTES = """
 import sys, mindspore as ms
@@ -91,26 +84,6 @@ def check_package(needed: str, low: list[int], high: list[int], note: str) -> Fi
     return Finding(name, version + note.format("" if right else "not "), remedy)
 
 
-def check_cann(env: Mapping[str, str]) -> Finding:
-    """The CANN that is there, and whether MindSpore goes with it, by MindSpore's own table."""
-    home = env.get("ASCEND_HOME_PATH")
-    if not home:
-        remedies = [f". Run this first: source {path}" for path in CANN_SCRIPTS if Path(path).is_file()]
-        return Finding("CANN", f"not found: ASCEND_HOME_PATH is not set{''.join(remedies[:1])}")
-    files = (Path(home) / part / "version.info" for part in ("compiler", "runtime", "opp", "."))
-    info = next((file.read_text(errors="replace") for file in files if file.is_file()), "")
-    version = re.search(r"^Version=(\d+\.\d+)", info, re.MULTILINE)
-    if version is None:
-        return Finding("CANN", f"not found: there is no version.info in ASCEND_HOME_PATH={home}")
-    tables = [file for folder in cuda.folders("mindspore") if (file := folder.parent / CANN_TABLE).is_file()]
-    table = re.search(CANN_VERSIONS, tables[0].read_text(errors="replace"), re.DOTALL) if tables else None
-    if table is None:
-        return Finding("CANN", f"{version[1]} in {home}; the installed MindSpore has no table of CANN's versions")
-    fits = "goes with MindSpore" if version[1] in ast.literal_eval(table[1]) else "does not go with MindSpore"
-    needed = ", ".join(ast.literal_eval(table[1]))
-    return Finding("CANN", f"{version[1]} in {home}; it {fits}, which needs {needed} (its table: {CANN_TABLE})")
-
-
 def check_device(device: str, env: Mapping[str, str]) -> Finding:
     """Whether MindSpore computes on a device, and if not, why."""
     done = _run(["-c", COMPUTES, device], env, DEVICE_SECONDS)
@@ -120,18 +93,18 @@ def check_device(device: str, env: Mapping[str, str]) -> Finding:
     if device == "CPU":
         return Finding(device, f"fails: {reason}", remedy)
     if device == "GPU":
-        remedy, wrong, missing = "see nvidia-smi", cuda.wrong_cuda_home(env), cuda.missing_packages()
+        home, missing = os.environ.get("CUDA_HOME"), cuda.missing_packages()
+        remedy = f"unset CUDA_HOME={home}, or set it to a CUDA 11" if home else "see nvidia-smi"
         if not cuda.has_driver():
-            reason, remedy = f"there is no NVIDIA driver ({cuda.DRIVER}){wrong and f'; {wrong}'}", ""
-        elif wrong:
-            reason, remedy = wrong, "unset CUDA_HOME, or set it to a CUDA 11"
-        elif missing:
+            reason, remedy = f"there is no NVIDIA driver ({cuda.DRIVER})", ""
+        elif missing and not home:
             reason, remedy = f"{', '.join(missing)} missing", cuda.REMEDY
     elif not any(Path("/dev").glob("davinci[0-9]*")):
         reason, remedy = "there is no Ascend device (/dev/davinci0)", ""
     else:
         load_error = re.search(r"libmindspore_ascend\S* failed\. (.*)", done.stdout + done.stderr)
-        reason, remedy = load_error[1] if load_error else reason, "install CANN and source its set_env.sh"
+        reason = load_error[1] if load_error else reason
+        remedy = "install the CANN that this MindSpore needs, and source its set_env.sh"
     return Finding(device, f"no: {reason}", remedy)
 
 
@@ -148,13 +121,6 @@ def check_ranks() -> Finding:
     if done.returncode == 0:
         return Finding("AllReduce", "works on 2 processes")
     return Finding("AllReduce", f"fails on 2 processes:\n{done.stderr}", "see the error above")
-
-
-def _lines(finding: Finding) -> str:
-    """A finding as text that fits a terminal; what a program said stays as it is."""
-    first, *said = finding.text.split("\n")
-    wrapped = textwrap.wrap(first, COLUMNS - 11, break_long_words=False, break_on_hyphens=False) or [""]
-    return "\n".join([f"{finding.name:10} " + f"\n{' ' * 11}".join(wrapped), *said])
 
 
 def _run(arguments: list[str], env: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess:
@@ -179,7 +145,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m gaccum_ms.launch.
     failed: list[Finding] = []
     try:
         for finding in _findings(failed):
-            show(f"{_lines(finding)}\n")
+            show(f"{finding.name:10} {finding.text}\n")
             failed += [finding] if finding.remedy else []
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -192,7 +158,6 @@ def _findings(failed: list[Finding]) -> Iterator[Finding]:
     """All findings. What cannot work is not tried."""
     yield check_python()
     yield from itertools.starmap(check_package, PACKAGES)
-    yield check_cann(os.environ)
     yield Finding("CPU speed", _run(["-I", str(CPU_INSTRUCTIONS)], os.environ, DEVICE_SECONDS).stdout.strip())
     if not failed:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,4 @@
-"""Prints a launch as a bash script: each rank with its variables, without the launcher ( ``ranks`` ), or the launcher
-on each host, by ``slurm`` or ``openmpi`` ."""
+"""Prints a launch on several hosts as a bash script, which starts the launcher on each by Slurm or Open MPI."""
 
 from __future__ import annotations
 
@@ -9,10 +8,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from gaccum_ms.launch.cluster import Cluster, LaunchError, of_another_cluster
-from gaccum_ms.launch.logs import launcher_folder, rank_folder
+from gaccum_ms.launch.cluster import Cluster
 
-FORMS = ("ranks", "slurm", "openmpi")
+FORMS = ("slurm", "openmpi")
 PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH")  # variables that a launcher on another host needs
 
 
@@ -28,41 +26,8 @@ class DryRun:
 
     def text(self, form: str) -> str:
         """Return the script."""
-        lines = {"ranks": self._ranks, "slurm": self._slurm, "openmpi": self._openmpi}[form]()
+        lines = self._slurm() if form == "slurm" else self._openmpi()
         return "\n".join(["#!/bin/bash", *lines, ""])
-
-    # -- every rank ----------------------------------------------------------------------------------------------------
-
-    def _ranks(self) -> list[str]:
-        for option in (word.partition("=")[0] for word in self.words):
-            if option not in ("--launcher", "--start-timeout"):
-                raise LaunchError(f"{option} is done by the launcher, which --dry-run ranks leaves out.", code=2)
-        several = self.cluster.nodes > 1
-        names = [f", {name}" for name in self.hosts] or [""] * self.cluster.nodes
-        heads = [f"# Host {node}{name}:\n" * several for node, name in enumerate(names)]
-        return [head + "\n".join(["(", *self._on_host(node), ")"]) for node, head in enumerate(heads)]
-
-    def _on_host(self, node: int) -> list[str]:
-        # With mpirun, we set MindSpore's variables.
-        here = dataclasses.replace(self.cluster, node_rank=node, launcher="mpirun")
-        env = here.environment(os.environ, len(os.sched_getaffinity(0)))
-        script, logs = shlex.join([sys.executable, *self.command]), launcher_folder(self.log_dir, self.cluster)
-        folders = [logs, *(rank_folder(self.log_dir, rank) for rank in here.local_ranks)]
-        lines = [f"cd {shlex.quote(os.getcwd())}", f"mkdir -p {shlex.join(map(str, folders))}"]
-        lines += [f"unset {name}" for name in sorted(os.environ) if of_another_cluster(name)]
-        for name, value in env.items():
-            same = os.environ.get(name) == value and name not in PASSED_ON and not of_another_cluster(name)
-            if not same and name != "PATH":
-                lines.append(f"export {name}={shlex.quote(value)}")
-        if node == 0:
-            lines.append(f"MS_ROLE=MS_SCHED RANK_ID=0 {script} >{shlex.quote(str(logs / 'scheduler.log'))} 2>&1 &")
-        for rank in here.local_ranks:
-            folder, own = rank_folder(self.log_dir, rank), f"MS_ROLE=MS_WORKER MS_NODE_ID={rank} RANK_ID={rank}"
-            output = " ".join(f"{n}>{shlex.quote(str(folder / name))}" for n, name in ((1, "stdout"), (2, "stderr")))
-            lines.append(f"{own} DEVICE_ID={here.device_of(rank)} {script} {output} &")
-        return [*lines, "code=0", 'for job in $(jobs -p); do wait "$job" || code=$?; done', 'exit "$code"']
-
-    # -- the launcher on each host -------------------------------------------------------------------------------------
 
     def _slurm(self) -> list[str]:
         start = 'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE"'
@@ -84,8 +49,6 @@ class DryRun:
         ]
 
     def _openmpi(self) -> list[str]:
-        if not self.hosts:
-            raise LaunchError("--dry-run openmpi needs --hosts, the names of the hosts, from host 0 on.", code=2)
         places = shlex.quote(",".join(f"{name}:1" for name in self.hosts))
         as_root = " --allow-run-as-root" if os.geteuid() == 0 else ""
         start = f"mpirun -n {len(self.hosts)} --host {places} --map-by node --bind-to none{as_root}"

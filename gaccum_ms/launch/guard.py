@@ -9,8 +9,7 @@ the launcher, in the same way under msrun and mpirun, and keeps what the rank st
 keeper may be killed too. If the guard is killed, Linux kills the rank. It starts ``guard.py SCRIPT ...``, the wrapper,
 which runs the script as Python would, and reports when the script has failed or ended: the process may end much later,
 because Python waits for threads. Then the wrapper waits for the other ranks: a rank that leaves first can break the
-collective that the others are still in, because its sent data are lost. While the script runs, a thread answers the
-launcher, which checks whether a rank stands still after another has ended.
+collective that the others are still in, because its sent data are lost.
 """
 
 from __future__ import annotations
@@ -20,18 +19,15 @@ import contextlib
 import ctypes
 import json
 import os
-import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
-from types import FrameType
 
 JOB = "GACCUM_MS_JOB"  # marks all processes of one attempt, and names the launcher's socket
 NO_SCHEDULER = "GACCUM_MS_NO_SCHEDULER"  # set on all hosts but host 0
@@ -43,11 +39,9 @@ STARTER = -2  # and so are msrun and mpirun, in the keeper's message
 # How long a rank waits for the others at its end, at most. Ranks that are still in the last collective with it need
 # little time. A rank that has started another collective would wait for ever, and must fail.
 MEET_SECONDS = 10.0
-SEND_SECONDS = 10.0  # how long a message may wait for the launcher, if it need not arrive
 
-LET_GO, ASK = b"!", b"?"  # the launcher's messages to a rank: it may leave; report whether it stands still
-IDLE_SHARE = 0.02  # of one core: a process that uses less is idle
-MESSAGE_BYTES = 1 << 18  # more than Linux sends at once
+LET_GO = b"!"  # the launcher's message to a rank: it may leave
+MESSAGE_BYTES = 1024  # more than any has
 LOOK_SECONDS = 0.05
 
 # Linux's numbers, which Python lacks.
@@ -58,15 +52,14 @@ CREDENTIALS = struct.Struct("iII")  # process, user and group
 
 def tell(job: str, **message: object) -> None:
     """Send the launcher a message, which is lost if the launcher is gone. If it stands still, because it is stopped or
-    its output is shown page by page, messages that it cannot do without wait until it takes them or dies."""
+    its output is shown page by page, wait until it takes the message or dies."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
-        to_launcher.settimeout(None if message.keys() & {"pid", "code"} else SEND_SECONDS)
         to_launcher.sendto(json.dumps(message).encode(), f"\0{job}")
 
 
-def receive(messages: socket.socket, size: int = MESSAGE_BYTES) -> bytes:
+def receive(messages: socket.socket) -> bytes:
     """The next message to a socket that was `bound` ; nothing, if another user has sent it, who can see the name."""
-    message, control, _, _ = messages.recvmsg(size, socket.CMSG_SPACE(CREDENTIALS.size))
+    message, control, _, _ = messages.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
     senders = [CREDENTIALS.unpack(data)[1] for _, kind, data in control if kind == socket.SCM_CREDENTIALS]
     return message if senders and senders[0] in (os.getuid(), 0) else b""
 
@@ -89,10 +82,10 @@ def keep(command: list[str]) -> int:
         return as_in_shells(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     adopt_orphans()
     job, role = os.environ[JOB], os.environ.get("MS_ROLE")
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    code = _wait(process, lambda: bool(select.select([0], [], [], 0)[0]), job)  # the launcher never writes
+    code = _wait(subprocess.Popen(command), job)
     tell(job, rank=SCHEDULER if role == "MS_SCHED" else STARTER, code=code)
-    os.read(0, 1)
+    while _listens(job):
+        time.sleep(LOOK_SECONDS)
     end_all(job)
     return 0
 
@@ -112,7 +105,7 @@ def guard(logs: Path, command: list[str]) -> int:
     parent = os.getpid()
 
     def end_with_the_guard() -> None:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has just been killed
             os._exit(1)
 
@@ -125,7 +118,7 @@ def guard(logs: Path, command: list[str]) -> int:
             process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, preexec_fn=end_with_the_guard)
             if not is_scheduler:
                 tell(job, rank=int(rank), pid=process.pid)
-            code = _wait(process, lambda: not _listens(job), job, guards=False)
+            code = _wait(process, job, guards=False)
     finally:  # also if a log cannot be opened, because its folder was removed meanwhile
         tell(job, rank=int(rank), code=code)
     return code
@@ -137,11 +130,12 @@ def as_in_shells(code: int) -> int:
 
 
 def _listens(job: str) -> bool:
+    """Whether the launcher is there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_launcher:
         return to_launcher.connect_ex(f"\0{job}") == 0
 
 
-def _wait(process: subprocess.Popen, launcher_is_gone: Callable[[], bool], job: str, guards: bool = True) -> int:
+def _wait(process: subprocess.Popen, job: str, guards: bool = True) -> int:
     """Wait until a process ends, and return its exit code. If the launcher was killed, which could not end the
     processes then, end them."""
     while True:
@@ -150,7 +144,7 @@ def _wait(process: subprocess.Popen, launcher_is_gone: Callable[[], bool], job: 
             process.returncode = os.waitstatus_to_exitcode(status)
             return as_in_shells(process.returncode)
         if not pid:
-            if launcher_is_gone():
+            if not _listens(job):
                 end_all(job, guards=guards)
             time.sleep(LOOK_SECONDS)
 
@@ -158,53 +152,40 @@ def _wait(process: subprocess.Popen, launcher_is_gone: Callable[[], bool], job: 
 # -- a launch's processes ----------------------------------------------------------------------------------------------
 
 
-def _prctl(option: int, value: int) -> None:
-    LIBC.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
-
-
 def adopt_orphans() -> None:
     """Become the parent of processes below this one whose parents end. Otherwise they leave the tree."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def children() -> set[int]:
-    """The children of this process."""
-    return {pid for pid, parent in _parents().items() if parent == os.getpid()}
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _parents() -> dict[int, int]:
     """The parent of each process that has not ended. One with threads that have not ended has not either: they may
     still use a device."""
-    parents = {}
+    parent_of = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             state, parent, *others = (path / "stat").read_bytes().rpartition(b")")[2].split()
             if state not in (b"Z", b"X") or int(others[15]) > 1:
-                parents[int(path.name)] = int(parent)
-    return parents
+                parent_of[int(path.name)] = int(parent)
+    return parent_of
 
 
-def end_all(
-    job: str,
-    grace_seconds: float = 0.0,
-    guards: bool = True,
-    roots: Callable[[], set[int]] = lambda: {os.getpid()},
-) -> set[int]:
-    """End the processes of a launch: those in the trees of `roots` , but not this one, and those that have the launch's
-    environment variable. They get SIGTERM, and SIGKILL `grace_seconds` later, until none is left.
+def end_all(job: str, grace_seconds: float = 0.0, guards: bool = True, spared: Collection[int] = ()) -> set[int]:
+    """End the processes of a launch: those below this one, but not below its children `spared` , and those that have
+    the launch's environment variable. They get SIGTERM, and SIGKILL `grace_seconds` later, until none is left.
 
     Guards, keepers, msrun and mpirun come last, if at all: if this process is killed meanwhile, they end the rest. For
-    that they must be in a tree of `roots` : another keeper still has its own work. Return the processes of other users,
-    which this one may not end.
+    that they must be below this one: another keeper still has its own work. Return the processes of other users, which
+    this one may not end.
     """
     kill_from, mark = time.monotonic() + grace_seconds, f"{JOB}={job}".encode()
     looks, others = 0, {os.getpid()}
     while looks < 2:  # a look can miss a process whose parent ends meanwhile
-        parents, ours = _parents(), roots()
-        while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        parent_of = _parents()
+        ours = {pid for pid, parent in parent_of.items() if parent == os.getpid()}.difference(spared)
+        while more := {pid for pid, parent in parent_of.items() if parent in ours} - ours:
             ours |= more
         left: dict[bool, list[int]] = {True: [], False: []}  # by whether they are guards
-        for pid in parents.keys() - others:
+        for pid in parent_of.keys() - others:
             is_guard = GUARDS in _read(pid, "cmdline")
             if pid in ours or (not is_guard and mark in _read(pid, "environ").split(b"\0")):
                 left[is_guard].append(pid)
@@ -232,7 +213,7 @@ def _read(pid: int, name: str) -> bytes:
 def run(script: str, arguments: list[str]) -> None:
     """Run a script as ``python script`` does; if it ends well, wait for the other ranks."""
     job, role, rank = (os.environ.get(name, "") for name in (JOB, "MS_ROLE", "RANK_ID"))
-    launcher = None if role == "MS_SCHED" else _Launcher(job, int(rank))
+    is_rank, code = role != "MS_SCHED", 0
     path = Path(script).absolute()
     main = types.ModuleType("__main__")
     vars(main).update(__file__=str(path), __builtins__=builtins)
@@ -242,17 +223,18 @@ def run(script: str, arguments: list[str]) -> None:
         sys.path[0] = str(path.resolve().parent)
     try:
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
-        code, by_argparse = 0, False
     except KeyboardInterrupt:
-        if launcher is not None:
-            launcher.failed(130)
+        if is_rank:
+            _tell_failure(job, int(rank), 130)
         raise  # Python ends such a process by a signal
     except BaseException as error:
-        code, by_argparse = _show(error), _is_of_argparse(error)
-    if launcher is not None:
-        launcher.failed(code, by_argparse) if code else launcher.wait_for_others()
+        code = _show(error)
     if code:
+        if is_rank:
+            _tell_failure(job, int(rank), code)
         sys.exit(code)
+    if is_rank:
+        wait_for_others(job, int(rank))
 
 
 def _show(error: BaseException) -> int:
@@ -268,82 +250,21 @@ def _show(error: BaseException) -> int:
     return 1
 
 
-def _is_of_argparse(error: BaseException) -> bool:
-    """Whether argparse has ended the script."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return place is not None and place.tb_frame.f_globals.get("__name__") == "argparse"
+def _tell_failure(job: str, rank: int, code: int) -> None:
+    """Report that the script has failed; threads and exit handlers may keep the process running."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the script may have closed it
+            stream.flush()
+    tell(job, rank=rank, fails=code)
 
 
-class _Launcher:
-    """A rank's connection to the launcher."""
-
-    def __init__(self, job: str, rank: int) -> None:
-        self._job, self._rank = job, rank
-        self._let_go = threading.Event()
-        self._frame: FrameType | None = None
-        self._place = 0
-        self._since = self._asked = self._busy = 0.0
-        with contextlib.suppress(OSError):
-            self._socket = bound(f"{job}-{rank}")
-            threading.Thread(target=self._answer, name="gaccum_ms", daemon=True).start()
-
-    def failed(self, code: int, by_argparse: bool = False) -> None:
-        """Report that the script has failed; threads and exit handlers may keep the process running."""
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # the script may have closed it
-                stream.flush()
-        tell(self._job, rank=self._rank, fails=code, argparse=by_argparse)
-
-    def wait_for_others(self) -> None:
-        """Report that the script has ended, and wait until the others have ended too."""
-        tell(self._job, rank=self._rank, at_end=True)
-        self._let_go.wait(MEET_SECONDS)
-
-    def _answer(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                word = receive(self._socket, 1)
-                if word == LET_GO:
-                    self._let_go.set()
-                elif word == ASK:
-                    seconds, place = self._stands_still()
-                    tell(self._job, rank=self._rank, still=seconds, place=place)
-
-    def _stands_still(self) -> tuple[float, str]:
-        """For how many seconds the main thread has stood still, since the launcher's first question, and where.
-
-        In MindSpore, except its compiler, the thread stands still if it stays in the same call, even if it computes:
-        CPU ranks wait for each other in busy loops. Elsewhere, the process must also be idle and have no child.
-        """
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        now, busy = time.monotonic(), time.process_time()
-        moved = frame is None or frame is not self._frame or frame.f_lasti != self._place
-        if frame is not None and not (_in_mindspore(frame) and "compile" not in frame.f_code.co_name):
-            moved = moved or busy - self._busy > IDLE_SHARE * (now - self._asked) or _has_children()
-        if moved:
-            self._since = now
-        # The frame itself is kept, not its address, which another call may reuse.
-        self._frame, self._place, self._asked, self._busy = frame, frame.f_lasti if frame else 0, now, busy
-        while frame is not None and frame.f_back is not None and _in_mindspore(frame):
-            frame = frame.f_back
-        return now - self._since, f"{frame.f_code.co_filename}, line {frame.f_lineno}" if frame else ""
-
-
-def _in_mindspore(frame: FrameType) -> bool:
-    """Whether code of MindSpore runs, except its datasets, which wait for files and child processes."""
-    home = os.path.dirname(getattr(sys.modules.get("mindspore"), "__file__", None) or "")
-    file = frame.f_code.co_filename
-    return bool(home) and file.startswith(home + os.sep) and not file.startswith(os.path.join(home, "dataset", ""))
-
-
-def _has_children() -> bool:
-    for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # that thread has ended
-            if path.read_text().strip():
-                return True
-    return False
+def wait_for_others(job: str, rank: int) -> None:
+    """Report that the script has ended, and wait until those of the others have ended too."""
+    with contextlib.suppress(OSError), bound(f"{job}-{rank}") as messages:
+        messages.settimeout(MEET_SECONDS)
+        tell(job, rank=rank, at_end=True)
+        while receive(messages) != LET_GO:
+            pass
 
 
 if __name__ == "__main__":

@@ -68,23 +68,20 @@ class Job(NamedTuple):
                 except LaunchError as error:
                     following = self.restarts and self.restarts.after(cluster, error, time.monotonic() - begin)
                     if not following:
-                        why = "\n".join(filter(None, [str(error), logs.why_lost(cluster, self.log_dir)]))
+                        why = "\n".join(filter(None, [str(error), logs.why_full(self.log_dir)]))
                         raise LaunchError(why, error.code, error.rank, error.since) from None
                     cluster = following
 
     def _attempt(self, cluster: Cluster, deadline: float) -> Steps:
         """One attempt: all ranks of this host, from their start to their end."""
+        import psutil
+
         ranks, looked, left = Ranks(cluster, self.log_dir), time.monotonic(), False
         logs.make_folders(cluster, self.log_dir)
         first = logs.rank_folder(self.log_dir, cluster.local_ranks[0], cluster.attempt) / "stdout"
         job, keepers = uuid.uuid4().hex, list[subprocess.Popen]()
         guard.adopt_orphans()  # those of a keeper that is killed
-        before = guard.children()  # of this process, as `command & exec gaccum-ms run` leaves them
-
-        def roots() -> set[int]:
-            alive = {keeper.pid for keeper in keepers if keeper.poll() is None}
-            return alive if len(alive) == len(keepers) else guard.children() - before
-
+        not_ours = {child.pid for child in psutil.Process().children()}  # as `command & exec gaccum-ms run` leaves them
         with contextlib.closing(Reports(job)) as reports, first.open("a+b") as stdout:
             try:
                 self._start(cluster, job, keepers)
@@ -98,7 +95,6 @@ class Job(NamedTuple):
                     if time.monotonic() - looked > LOOK_SECONDS:
                         looked = time.monotonic()
                         ranks.look()
-                        reports.send(ranks.running() if ranks.over else (), guard.ASK)
                     more = self._shows(stdout)
                     ranks.check()
                     if time.monotonic() > deadline:
@@ -106,16 +102,15 @@ class Job(NamedTuple):
                         raise LaunchError(f"time ran out: {late}; all were ended.", 124)
                     if len(ranks.over) == cluster.size and not left:
                         left = True
-                        reports.send(cluster.local_ranks, guard.LET_GO)
+                        reports.let_go(cluster.local_ranks)
                     ranks.note_over((yield cluster, frozenset(ranks.over)) or ())
                 while self._shows(stdout):
                     yield cluster, frozenset(ranks.over)
             finally:
                 with signals_ignored():
-                    others = guard.end_all(job, END_SECONDS, roots=roots)
+                    others = guard.end_all(job, END_SECONDS, spared=not_ours)
                     for keeper in keepers:
-                        with keeper:
-                            pass
+                        keeper.wait()
                 if others:
                     say(f"note: other users' processes were not ended: {sorted(others)}\n")
                 if (left_out := os.fstat(stdout.fileno()).st_size - stdout.tell() - SHOWN_BYTES) > 0:
@@ -158,9 +153,9 @@ def signals_ignored() -> Iterator[None]:
 
 
 def _spawn(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen:
-    """Start a keeper, which runs a command. When this process ends, its standard input does too."""
+    """Start a keeper, which runs a command."""
     command = [sys.executable, "-I", guard.__file__, "--keep", *command]
     with log.open("wb") as output:
         return subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )

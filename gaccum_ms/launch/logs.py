@@ -14,7 +14,7 @@ from pathlib import Path
 from gaccum_ms.launch.cluster import Cluster, LaunchError
 
 FOLDER = re.compile(r"(\d+)|(?:msrun|mpirun)(?:\.(\d+))?|\.cuda")  # in the log folder, with an attempt's number
-MARK = ".made-by-gaccum_ms"  # a file in each folder that a launch makes; folders without it are the user's, and stay
+MARK = ".made-by-gaccum_ms"  # a file in such folders; those without it are the user's, and stay
 PROBE_BYTES = 65536
 TAIL_LINES = 20
 TAIL_BYTES = 40_000
@@ -45,12 +45,11 @@ def prepare(cluster: Cluster, log_dir: Path) -> None:
             attempt = int(name[1] or name[2] or 1) if name else 0
             if attempt < cluster.attempt:
                 continue  # not even looked into: it may be another user's
-            ours, is_needed = _made_by_a_launch(entry), attempt <= cluster.max_restarts + 1
-            if is_needed and not ours:
+            if (entry / MARK).is_file() and not entry.is_symlink():
+                old.append(entry)
+            elif attempt <= cluster.max_restarts + 1:
                 why = f"'{entry}' was not made by a launch, and would have to be replaced"
                 raise LaunchError(f"{why}. Name another --log-dir, or move it away.", code=2)
-            if ours and (is_needed or any(entry.iterdir())):
-                old.append(entry)
         for entry in old:
             shutil.rmtree(entry)
     except OSError as error:
@@ -59,36 +58,22 @@ def prepare(cluster: Cluster, log_dir: Path) -> None:
 
 def make_folders(cluster: Cluster, log_dir: Path) -> None:
     """Make the folders of this host's ranks, for one attempt."""
-    ranks = (rank_folder(log_dir, number, cluster.attempt) for number in cluster.local_ranks)
+    ranks = [rank_folder(log_dir, number, cluster.attempt) for number in cluster.local_ranks]
     try:
-        for folder in (launcher_folder(log_dir, cluster), *ranks):
-            folder.mkdir(parents=True)
+        for folder in (launcher_folder(log_dir, cluster), ranks[0].parent):
+            folder.mkdir()
             mark(folder)
+        for folder in ranks:
+            folder.mkdir()
     except OSError as error:
         raise _unwritable(log_dir, error) from error
     if full := why_full(log_dir):
         raise LaunchError(full, 2)
 
 
-def _made_by_a_launch(path: Path) -> bool:
-    """Whether a folder is marked, or contains only such folders."""
-    if path.is_symlink() or not path.is_dir():
-        return False
-    return (path / MARK).is_file() or all(_made_by_a_launch(entry) for entry in path.iterdir())
-
-
 def mark(folder: Path) -> None:
     """Mark a folder as made by a launch."""
     (folder / MARK).write_text("The next launch with the same --log-dir replaces this folder.\n")
-
-
-def why_lost(cluster: Cluster, log_dir: Path) -> str:
-    """Why logs of this attempt are lost, or an empty string: a folder was removed while ranks ran, or takes no more."""
-    ranks = [rank_folder(log_dir, rank, cluster.attempt) for rank in cluster.local_ranks]
-    for folder in (log_dir, log_dir / str(cluster.attempt), *ranks):
-        if not folder.is_dir():
-            return f"the log folder '{folder}' is missing: it was removed while the ranks ran. Keep it until all end."
-    return why_full(log_dir)
 
 
 def why_full(log_dir: Path) -> str:

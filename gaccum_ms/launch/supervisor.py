@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from gaccum_ms.launch.cluster import Cluster, LaunchError
-from gaccum_ms.launch.guard import SCHEDULER, STARTER, bound, receive
+from gaccum_ms.launch.guard import LET_GO, SCHEDULER, STARTER, bound, receive
 from gaccum_ms.launch.logs import last_lines, launcher_folder, rank_folder
 
 Message = dict[str, Any]
 
 SCHEDULER_GRACE_SECONDS = 5.0  # a rank's failure may end the scheduler first, but the rank's error says more
 EXIT_SECONDS = 5.0  # for the exit handlers of a script that has failed; then its process is ended
-STOPPED_SECONDS = 15.0  # how long a rank may be stopped (SIGSTOP) and then continue
 LONG_OVER_SECONDS = 2.0  # a rank that ended this long before another failed may be the cause
 WRONG_ARGUMENT = 2  # the exit code
 MESSAGES = 1000  # read at a time: another user may send without end
@@ -47,11 +46,11 @@ class Reports:
                     messages.append(receive(self._socket))
         return [json.loads(message) for message in messages if message]
 
-    def send(self, ranks: Iterable[int], word: bytes) -> None:
-        """Send a word to ranks of this host."""
+    def let_go(self, ranks: Iterable[int]) -> None:
+        """Tell ranks of this host that they may leave."""
         for rank in ranks:
             with contextlib.suppress(OSError):
-                self._socket.sendto(word, f"\0{self._job}-{rank}")
+                self._socket.sendto(LET_GO, f"\0{self._job}-{rank}")
 
 
 class Ranks:
@@ -65,10 +64,7 @@ class Ranks:
         self._in_init: set[int] = set()  # ranks that have reached init()
         self.over: dict[int, float] = {}  # ranks, of any host, whose script has ended well, and when
         self._fails: dict[int, tuple[int, float]] = {}  # the reported exit code, and when
-        self._by_argparse: set[int] = set()  # ranks whose script argparse has ended
         self._codes: dict[int, int] = {}
-        self._stopped: dict[int, float] = {}  # stopped ranks, and since when
-        self._still: dict[int, tuple[float, str]] = {}  # for how many seconds ranks have stood still, and where
         self._error: LaunchError | None = None
         self._begin = time.monotonic()
         self._scheduler_failed = 0.0
@@ -86,43 +82,31 @@ class Ranks:
             self._guards[rank] = message["guard"]
         if "pid" in message:
             self._pids[rank] = message["pid"]
-        if "stopped" in message:
-            self._stopped.pop(rank, None)
-            if message["stopped"]:
-                self._stopped[rank] = time.monotonic()
-        if "still" in message:
-            self._still[rank] = message["still"], message["place"]
         if "at_end" in message or ("code" in message and code == 0 and rank >= 0):
             self.note_over([rank])
         if "fails" in message:
             self._fails.setdefault(rank, (message["fails"], time.monotonic()))
-            self._by_argparse |= {rank} if message.get("argparse") else set()
         if "code" in message:
             self._codes[rank] = code
-            self._stopped.pop(rank, None)
             if code and rank == SCHEDULER:
                 self._scheduler_failed = time.monotonic()
             elif code and rank >= 0:  # the first error usually causes the others
                 self._error = self._error or self._why_failed(rank, code)
 
     def _why_failed(self, rank: int, code: int) -> LaunchError:
-        """The error when this rank's process has failed. The cause may be a rank that failed or stopped before."""
-        since = time.monotonic()
-        earlier = min(self._fails, key=lambda other: self._fails[other][1], default=rank)
+        """The error when this rank's process has failed. The cause may be a rank that failed or ended before."""
+        now = since = time.monotonic()
+        earlier = next(iter(self._fails), rank)
         if earlier != rank:
             rank, (code, since) = earlier, self._fails[earlier]
         why = f"{self._names([rank])} failed with {_exit_code(code)}"
-        stopped, now = sorted(self._stopped.keys() - {rank}), time.monotonic()
         over = [other for other, end in sorted(self.over.items()) if now - end > LONG_OVER_SECONDS]
-        if stopped:
-            why = f"{self._names(stopped, ' is', ' are')} stopped (SIGSTOP), and {why}"
-        elif over:
+        if over:
             seconds = now - min(self.over.values())
             why += f", {seconds:.0f} s after {self._names(over)} had ended with exit code 0"
         # A script says so by 2, as argparse does. What is wrong then is wrong again after a restart. Once ranks are in
-        # init(), another 2 may be an error of the training.
-        is_early = not self._in_init or rank in self._by_argparse
-        wrong_argument = code == WRONG_ARGUMENT and is_early
+        # init(), 2 may be an error of the training.
+        wrong_argument = code == WRONG_ARGUMENT and not self._in_init
         error = f"{why}; {self._all_ended}{self._log(rank)}"
         return LaunchError(error, WRONG_ARGUMENT if wrong_argument else 1, rank, since)
 
@@ -130,12 +114,12 @@ class Ranks:
         folder = rank_folder(self._log_dir, rank, self._cluster.attempt)
         return last_lines(folder / "stdout") + last_lines(folder / "stderr")
 
-    def _names(self, ranks: list[int], after_one: str = "", after_many: str = "") -> str:
-        """The names of ranks, in an error, and what follows them."""
+    def _names(self, ranks: list[int]) -> str:
+        """The names of ranks, in an error."""
         several, size = self._cluster.nodes > 1, self._cluster.processes
         names = [f"rank {rank}{f' on host {rank // size}' * several}" for rank in ranks[:NAMES]]
         names += [f"{len(ranks) - NAMES} more"] * (len(ranks) > NAMES)
-        return ", ".join(names) + (after_one if len(ranks) == 1 else after_many)
+        return ", ".join(names)
 
     def running(self) -> list[int]:
         """This host's ranks that have not ended."""
@@ -146,18 +130,15 @@ class Ranks:
         return [rank for rank in self._cluster.local_ranks if rank not in self._codes]
 
     def look(self) -> None:
-        """Check the ranks: which have reached ``init()`` , are stopped, or have failed and do not end."""
+        """Check the ranks: which have reached ``init()`` , have failed and do not end, or have no guard."""
         import psutil
 
         for rank, pid in self._pids.items():
             if rank in self._codes:
                 continue
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                stopped = process.status() == psutil.STATUS_STOPPED
-                if stopped != (rank in self._stopped):
-                    self.note({"rank": rank, "stopped": stopped})
-                if rank not in self._in_init:  # init() connects a rank to MindSpore's scheduler
+            if rank not in self._in_init:  # init() connects a rank to MindSpore's scheduler
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(pid)
                     connections = getattr(process, "net_connections", None) or process.connections  # in psutil 5
                     ports = [c.raddr.port for c in connections("tcp") if c.raddr]
                     if self._cluster.master_port in ports:
@@ -193,21 +174,10 @@ class Ranks:
             if len(missing) == self._cluster.processes:
                 why += " A script that never calls init() needs a longer --start-timeout."
             raise LaunchError("".join([why, *map(self._log, missing[:NAMES])]), code=124)
-        self._check_others_wait(now)
-
-    def _check_others_wait(self, now: float) -> None:
-        """Raise an error if ranks wait for a rank that is stopped or has ended."""
-        stopped = [rank for rank, since in sorted(self._stopped.items()) if now - since > STOPPED_SECONDS]
-        if stopped and len(self._stopped) < self._cluster.size:  # a whole launch may be stopped
-            why = f"{self._names(stopped, ' is', ' are')} stopped (SIGSTOP) for {STOPPED_SECONDS:g} s"
-            raise LaunchError(f"{why}, and others go on; {self._all_ended}")
-        if self._cluster.nodes > 1:  # the others may wait for another host's rank, which goes on
-            return
         limit, going = self._cluster.end_timeout, self.running()
-        if limit and self.over and going and all(self._still.get(rank, (0, ""))[0] >= limit for rank in going):
-            why = f"{self._names(sorted(self.over))} ended with exit code 0, and {self._names(going, ' has', ' have')}"
-            where = f"stood still for {limit:g} s since (in {self._still[going[0]][1]}); {self._all_ended}"
-            raise LaunchError(f"{why} {where} If that is meant, give --end-timeout 0.")
+        if limit and self.over and going and now - min(self.over.values()) > limit:
+            why = f"{self._names(sorted(self.over))} ended with exit code 0, and {self._names(going)} did not within"
+            raise LaunchError(f"{why} {limit:g} s (--end-timeout); {self._all_ended}", code=124)
 
 
 def _is_gone(pid: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -43,7 +42,7 @@ class MemoryRow:
 @dataclass(frozen=True)
 class MemoryReport:
     r"""
-    The result of :func:`memory_report` ; ``print(report)`` shows a table, ``report.draw(path)`` a picture.
+    The result of :func:`memory_report` ; ``print(report)`` shows a table.
 
     All sizes are in bytes, on this rank. ``fits_from`` is the smallest number of micro-batches from which on all fit,
     or ``None`` .
@@ -113,19 +112,6 @@ class MemoryReport:
             )
         fits = "nothing fits" if self.fits_from is None else f"fits from micro_size={self.fits_from} on"
         return "\n".join([*lines, f"limit {_mb(self.memory_limit)} MB: {fits}"])
-
-    def draw(self, path: str | Path) -> None:
-        """Draw the report: a stacked bar for each micro_size, the measured peak and the limit.
-
-        Args:
-            path (Union[str, Path]): The file, of a kind that matplotlib supports, such as ``.png`` .
-
-        Raises:
-            ImportError: If matplotlib is not installed.
-        """
-        from gaccum_ms.report.plots import draw_memory
-
-        draw_memory(self, path)
 
 
 def _mb(size: int | None) -> str:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-SMOOTHING = 0.99  # the default part of an average that each update keeps
+SMOOTHING = 0.99
 
 
 class WindowNoise(NamedTuple):
@@ -59,37 +59,23 @@ class WindowNoise(NamedTuple):
         return self.micro_batches - self.added_items / self.items
 
 
-class Average:
-    """An exponential moving average without bias towards its initial 0."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._weight = 0.0
-
-    def add(self, value: float, smoothing: float) -> None:
-        self._sum = smoothing * self._sum + (1 - smoothing) * value
-        self._weight = smoothing * self._weight + (1 - smoothing)
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._weight if self._weight else math.nan
-
-
 class NoiseEstimate:
-    """The noise scale, estimated from the windows so far."""
+    """The noise scale, estimated from the windows so far. `smoothing` : the part of the two sums, of variances and of
+    squared norms, that each window keeps. Their ratio has no bias towards the 0 with which they begin."""
 
-    def __init__(self) -> None:
-        self.variance, self.true_square_norm = Average(), Average()
+    def __init__(self, smoothing: float = SMOOTHING) -> None:
+        self._smoothing = smoothing
+        self._variances: float | None = None
+        self._square_norms = 0.0
 
     @property
     def noise_scale(self) -> float:
         """In items; NaN before the first estimate, infinite if the gradient cannot be distinguished from zero."""
-        variance, square = self.variance.value, self.true_square_norm.value
-        if math.isnan(variance):
+        if self._variances is None:
             return math.nan
-        return max(variance, 0.0) / square if square > 0 else math.inf
+        return max(self._variances, 0.0) / self._square_norms if self._square_norms > 0 else math.inf
 
-    def add(self, noise: WindowNoise, smoothing: float = SMOOTHING) -> None:
+    def add(self, noise: WindowNoise) -> None:
         if noise.is_known:
-            self.variance.add(noise.variance, smoothing)
-            self.true_square_norm.add(noise.true_square_norm, smoothing)
+            self._variances = self._smoothing * (self._variances or 0.0) + noise.variance
+            self._square_norms = self._smoothing * self._square_norms + noise.true_square_norm

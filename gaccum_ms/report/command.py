@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None, prog: str = "gaccum-ms report") -> int:
         from gaccum_ms.report.page import page
     except ImportError as error:
         remedy = "pip install 'gaccum_ms[report]'"
-        parser.error(f"matplotlib and Jinja2 must be installed, but {error.__cause__ or error} ({remedy})")
+        parser.error(f"matplotlib and Jinja2 must be installed, but {error} ({remedy})")
     text = page(records)
     for note in (note for record in records for note in record.notes):
         print(f"note: {note}", file=sys.stderr)
@@ -40,10 +40,9 @@ def main(argv: list[str] | None = None, prog: str = "gaccum-ms report") -> int:
         return 0 if show(text) else 1
     output_path = Path(options.output) if options.output else options.record[0].with_suffix(".html")
     try:
-        if output_path.is_file():  # such as the first record, after a --output without its value
-            with output_path.open("rb") as file:
-                if file.read(len(DOCTYPE)) not in (b"", DOCTYPE):
-                    parser.error(f"cannot write '{output_path}': it exists and is no HTML page")
+        # Such as the first record, after a --output without its value.
+        if output_path.is_file() and output_path.read_bytes()[: len(DOCTYPE)] not in (b"", DOCTYPE):
+            parser.error(f"cannot write '{output_path}': it exists and is no HTML page")
         output_path.write_text(text, encoding="utf-8")
     except OSError as error:
         parser.error(f"cannot write '{output_path}': {error.strerror}")

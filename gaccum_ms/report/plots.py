@@ -1,23 +1,15 @@
-"""All pictures that the package draws, by matplotlib. It imports none of the classes that it draws: these draw
-themselves here."""
+"""Charts of lines, by matplotlib."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-try:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise ImportError(
-        f"For 'draw', matplotlib must be installed, but {error}. Run: pip install 'gaccum_ms[report]'"
-    ) from error
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which most people can distinguish.
 COLOURS = BLUE, ORANGE, GREEN, PURPLE, SKY = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
@@ -68,73 +60,3 @@ def svg(figure: Figure) -> str:
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=nothing)
     return file.getvalue()[file.getvalue().index("<svg") :]
-
-
-def save(figure: Figure, path: str | Path) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-
-
-def draw_noise_scale(records: Sequence[Any], path: str | Path) -> None:
-    """Noise scale and batch over updates, and the updates and examples that each batch size needs. `records` : the
-    `ScaleRecord` of each update."""
-    figure, (over_updates, over_sizes) = panels(2, 11, 4)
-    updates = [record.update for record in records]
-    over_updates.plot(updates, [record.noise_scale for record in records], color=ORANGE, label="noise scale")
-    batches = [record.batch_size for record in records]
-    over_updates.plot(updates, batches, color="black", drawstyle="steps-post", label="batch")
-    over_updates.set(xlabel="update", ylabel="items", yscale="log", title="noise scale, the critical batch size")
-    scale, batch = records[-1].noise_scale, batches[-1]
-    sizes = np.geomspace(min(scale, batch) / 16, max(scale, batch) * 16, 101)
-    over_sizes.plot(sizes, 1 + scale / sizes, color=BLUE, label="updates")
-    over_sizes.plot(sizes, 1 + sizes / scale, color=GREEN, label="examples")
-    over_sizes.axvline(scale, color=ORANGE, linestyle=":", label="critical size")
-    over_sizes.axvline(batch, color="black", linestyle="--", label="batch")
-    over_sizes.set(xlabel="items of a batch", ylabel="times the least", xscale="log", yscale="log")
-    over_sizes.set_title("to the same loss")
-    over_updates.legend()
-    over_sizes.legend()
-    save(figure, path)
-
-
-def draw_memory(report: Any, path: str | Path) -> None:
-    """A stacked bar for each number of micro-batches of a `MemoryReport` , the measured peak and the limit."""
-    figure, (panel,) = panels(1, 8, 4.5)
-    rows, mb = report.rows, 1e6
-    always = report.framework + report.batch + report.parameters + report.optimizer_state
-    parts = (
-        ("framework", "#999999", report.framework),
-        ("batch", "#F0E442", report.batch),
-        ("parameters", BLUE, report.parameters),
-        ("optimizer state", SKY, report.optimizer_state),
-        ("accumulators", GREEN, [row.peak - row.intermediate - always for row in rows]),
-        ("intermediate values, predicted", ORANGE, [row.intermediate for row in rows]),
-    )
-    places, bottoms = np.arange(len(rows)), np.zeros(len(rows))
-    for name, colour, size in parts:
-        heights = np.array(size) / mb
-        panel.bar(places, heights, bottom=bottoms, label=name, color=colour)
-        bottoms += heights
-    measured = [math.nan if row.peak_measured is None else row.peak_measured / mb for row in rows]
-    if not np.isnan(measured).all():
-        panel.plot(places, measured, "kx", label="measured")
-    if report.memory_limit / mb < 2 * bottoms.max():  # a much higher limit would make the bars too small
-        panel.axhline(report.memory_limit / mb, color="black", linestyle="--", label="limit")
-    panel.set_xticks(places, [f"{row.micro_size}\n({row.micro_batch_size})" for row in rows])
-    panel.set(xlabel="micro_size (samples in a micro-batch)", ylabel=f"{report.what}, MB")
-    panel.legend(loc="upper right", fontsize="small")
-    save(figure, path)
-
-
-def draw_token_plan(plan: Any, path: str | Path) -> None:
-    """The rows of each micro-batch of a `TokenPlan` , with tokens and padding in two colours."""
-    figure, (panel,) = panels(1, 8, 4)
-    start = 0
-    for width, rows in plan.micro_batches:
-        places = start + np.arange(rows.size)
-        panel.bar(places, np.full(rows.size, width), width=1, color="#999999", alpha=0.4)
-        panel.bar(places, np.where(rows < 0, 0, plan.lengths[rows]), width=1, color=BLUE)
-        panel.axvline(start - 0.5, color="black", linewidth=0.5)
-        start += rows.size
-    panel.set(xlabel="rows, micro-batch by micro-batch", ylabel="tokens", title=f"{plan.padding:.1%} padding")
-    save(figure, path)

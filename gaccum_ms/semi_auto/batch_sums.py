@@ -30,7 +30,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.measure import float32_loss, float32_losses
-from gaccum_ms.accumulation.outputs import kinds_and_shapes
+from gaccum_ms.accumulation.outputs import check_outputs, kinds_and_shapes
 from gaccum_ms.backend.parameters import state_parameter
 from gaccum_ms.distributed.stages import stages
 from gaccum_ms.losses import counts
@@ -38,7 +38,7 @@ from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 from gaccum_ms.options.rules import Setup
 from gaccum_ms.semi_auto import modes as auto_parallel
 from gaccum_ms.semi_auto.compiled_once import compiled_once
-from gaccum_ms.semi_auto.operators import each, stack
+from gaccum_ms.semi_auto.operators import each, item_of, stack
 from gaccum_ms.semi_auto.pipeline import PipelineSlices
 from gaccum_ms.semi_auto.shard_slice import ShardSlices
 
@@ -108,12 +108,10 @@ class Numerators(nn.Cell):
 
     def weighed(self, micro_batch, factor):
         loss = self.network(*micro_batch)
-        outputs = ()
-        scalars = ()
+        scalars, outputs = (), ()
         if self.aux:
-            check_outputs(loss, 1, micro_batch[0].shape[0])
-            outputs = without_gradient(loss[1:])
-            scalars = scalars_of(outputs, factor)
+            check_outputs(loss, False, True, micro_batch[0].shape[0])
+            scalars, outputs = beside_loss(loss[1:], factor)
             loss = loss[0]
         loss = ops.cast(loss, ms.float32) if self.per_sample else float32_loss(loss)
         return times(factor, loss), scalars, outputs
@@ -179,13 +177,8 @@ class Ratio(Fraction):
 
     def construct(self, factors, *micro_batch):
         outputs = self.network(*micro_batch)
-        check_fractions(outputs, 1, self.aux)
-        others = ()
-        scalars = ()
-        if self.aux:
-            check_outputs(outputs, 2, micro_batch[0].shape[0])
-            others = without_gradient(outputs[2:])
-            scalars = scalars_of(others, 1.0)
+        check_outputs(outputs, True, self.aux, micro_batch[0].shape[0])
+        scalars, others = beside_loss(outputs[2:], 1.0) if self.aux else ((), ())
         # Zeros that are added to a numerator's gradient would take the compiler another round of passes.
         denominator = ops.stop_gradient(counts.float32_count(outputs[1]))
         return ops.cast(outputs[0], ms.float32), (*scalars, denominator), others
@@ -220,22 +213,18 @@ class WeightedSum(nn.Cell):
         return gradients, each(ops.zeros_like, factors)
 
 
-class WeightedLosses(nn.Cell):
+class WeightedLosses(Numerators):
     """Several losses, each over its own total."""
 
     may_skip = True
-    counts_micro_batches = False
-    aux = False
-    per_sample = False
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(auto_prefix=False)
-        options, network, _ = setup
-        self.network, self.for_totals = compiled_once(network, setup), network
+        super().__init__(setup)
+        options = setup.options
+        self.for_totals = setup.network
         self.number = self.batch_counts = options.losses
         self.weighted_sum = WeightedSum(2 if options.returns_ratio else 1)
         self.weights = options.loss_weights
-        self.loss_is_mean = options.loss_is_mean
         self.ratio = options.returns_ratio
         self.min_count = options.min_count
         self.least = options.min_count or _SMALL
@@ -250,7 +239,7 @@ class WeightedLosses(nn.Cell):
     def totals(self, *inputs):
         if self.ratio:
             outputs = self.for_totals(*inputs)
-            check_fractions(outputs, self.number, False)
+            check_fractions(outputs, self.number)
             return without_gradient(each(counts.float32_count, outputs[1::2]))
         return self.items(inputs)
 
@@ -260,9 +249,6 @@ class WeightedLosses(nn.Cell):
         for count in self.counts:
             items = (*items, counts.float32_count(count(*batch)))
         return items
-
-    def constants(self, *inputs):
-        return ()
 
     def factors(self, totals):
         return each(ops.partial(factor_of, self.least), self.weights, totals)
@@ -312,18 +298,19 @@ class BatchSums(nn.Cell):
         totals = self.measure.totals(*inputs)
         factors = self.measure.factors(totals)
         results = each(ops.partial(self.measure, factors), *self.micro_batches(*inputs))
-        losses = each(loss_of, results)
+        losses = each(ops.partial(item_of, 0), results)
         loss = losses[0]
         for index in range(1, self.micro_size):
             loss = self.adds[index - 1](loss, losses[index])
         loss = self.measure.reducer.reduce(loss) if self.measure.per_sample else loss
         numbers: tuple = (loss,)
-        for kind in range(len(results[0][1])):
-            numbers = (*numbers, *each(ops.partial(number_of, kind), results))
+        others = each(ops.partial(item_of, 1), results)
+        for kind in range(len(others[0])):
+            numbers = (*numbers, *each(ops.partial(item_of, kind), others))
         numbers = (*numbers, *totals)
         # Stacked, because only Tensors with a backward are whole; others are this device's part.
         numbers = stack(numbers) if len(numbers) > 1 else loss
-        return (numbers, each(outputs_of, results)) if self.returns_outputs else numbers
+        return (numbers, each(ops.partial(item_of, 2), results)) if self.returns_outputs else numbers
 
     def sums(self, numbers, inputs):
         """The batch's numerators, the loss first, and its totals of counts, from the numbers that `construct` returned.
@@ -344,18 +331,6 @@ class BatchSums(nn.Cell):
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-def loss_of(result):
-    return result[0]
-
-
-def number_of(kind, result):
-    return result[1][kind]
-
-
-def outputs_of(result):
-    return result[2]
-
-
 def times(factor, number):
     """No operator for a factor of 1."""
     return number if isinstance(factor, float) and factor == 1.0 else number * factor
@@ -370,64 +345,46 @@ def without_gradient(tensors):
     return each(ops.stop_gradient, tensors)
 
 
-def scalars_of(outputs, factor):
-    """The outputs of shape (), weighed as the loss is."""
+def beside_loss(outputs, factor):
+    """The outputs beside a loss: those of shape (), weighed as the loss is; and all of them."""
+    check_outputs_of_stages(kinds_and_shapes(outputs)[1])
+    outputs = without_gradient(outputs)
     scalars: tuple = ()
     for output in outputs:
         if output.ndim == 0:
-            scalars = (*scalars, times(factor, ops.cast(output, ms.float32)))
-    return scalars
+            scalars = (*scalars, times(factor, as_float32(output)))
+    return scalars, outputs
 
 
 @ops.constexpr
-def _check_fractions(kinds, shapes, number, aux):
-    own = 2 * number
-    are_numbers = all(
-        shape == () or (position % 2 and type(kind).__name__ in ("Int", "UInt", "Float"))
-        for position, (kind, shape) in enumerate(zip(kinds[:own], shapes[:own], strict=True))
-    )
-    if len(shapes) < own or (len(shapes) > own and not aux) or not are_numbers:
+def check_outputs_of_stages(shapes):
+    if stages() > 1 and any(shape != () for shape in shapes):
         raise ValueError(
-            f"For 'GradAccumulationCell', with reduction='ratio' the network must return (numerator, denominator) for "
-            f"each of {number} loss(es), all in one tuple, and with aux=True more outputs behind them, but got "
-            f"{len(shapes)} output(s) of shapes {shapes}. Sum numerators and denominators over all axes."
+            f"For 'GradAccumulationCell', with aux=True in a pipeline each output beside the loss must be a Tensor of "
+            f"shape (), because the last stage alone has the outputs, and gives the others its sums, but got shapes "
+            f"{shapes}. Reduce them in the network."
         )
 
 
-def check_fractions(outputs, number, aux):
+@ops.constexpr
+def _check_fractions(kinds, shapes, number):
+    are_numbers = all(
+        shape == () or (position % 2 and type(kind).__name__ in ("Int", "UInt", "Float"))
+        for position, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
+    )
+    if len(shapes) != 2 * number or not are_numbers:
+        raise ValueError(
+            f"For 'GradAccumulationCell', with reduction='ratio' the network must return (numerator, denominator) for "
+            f"each of {number} losses, all in one tuple, but got {len(shapes)} output(s) of shapes {shapes}. Sum "
+            f"numerators and denominators over all axes."
+        )
+
+
+def check_fractions(outputs, number):
     """Refuse what is no numerator and denominator in turn, for each loss."""
     kinds, shapes = kinds_and_shapes(outputs if isinstance(outputs, (tuple, list)) else (outputs,))
-    _check_fractions(kinds, shapes, number, aux)
+    _check_fractions(kinds, shapes, number)
 
 
 def as_float32(number):
     return ops.cast(number, ms.float32)
-
-
-@ops.constexpr
-def _check_outputs(shapes, first, samples):
-    if stages() > 1 and any(shape != () for shape in shapes[first:]):
-        raise ValueError(
-            f"For 'GradAccumulationCell', with aux=True in a pipeline each output beside the loss must be a Tensor of "
-            f"shape (), because the last stage alone has the outputs, and gives the others its sums, but got shapes "
-            f"{shapes[first:]}. Reduce them in the network."
-        )
-    for position, shape in enumerate(shapes):
-        if position >= first and shape != () and (shape is None or shape[0] != samples):
-            raise ValueError(
-                f"For 'GradAccumulationCell', with aux=True in semi-auto and auto parallel mode each output beside the "
-                f"loss must be a Tensor of shape (), or one whose axis 0 counts the micro-batch's samples, but got "
-                f"shape {shape} of output {position} for {samples} samples. Transpose it in the network."
-            )
-    if len(shapes) <= first:
-        raise ValueError(
-            f"For 'GradAccumulationCell', with aux=True the network must return a tuple with outputs beside its loss, "
-            f"but got {len(shapes)} output(s). Return such a tuple, or leave aux=True out."
-        )
-
-
-def check_outputs(outputs, first, samples):
-    """Refuse what cannot be joined; `first` : the position of the first output beside the loss."""
-    if not isinstance(outputs, (tuple, list)):
-        outputs = (outputs,)
-    _check_outputs(kinds_and_shapes(outputs)[1], first, samples)

@@ -12,3 +12,7 @@ each = ops.Map()  # a function's results for all elements of a tuple, or of seve
 reshape = ops.Reshape()
 stack = ops.Stack()
 unstack = ops.Unstack()
+
+
+def item_of(index, items):
+    return items[index]

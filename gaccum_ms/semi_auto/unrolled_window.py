@@ -18,12 +18,12 @@ from mindspore import nn, ops
 from gaccum_ms import backend
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
 from gaccum_ms.accumulation.open_window import BATCHES, COUNT, LOSS, OpenWindow
-from gaccum_ms.accumulation.saturation import clear_flag
+from gaccum_ms.accumulation.saturation import clear_flag, saturates
 from gaccum_ms.backend.parameters import expose_records, hold_weights, state_parameter
 from gaccum_ms.distributed.stages import owned_weights, stages
 from gaccum_ms.options.rules import Setup
 from gaccum_ms.semi_auto.batch_sums import BatchSums
-from gaccum_ms.semi_auto.operators import reshape, stack, unstack
+from gaccum_ms.semi_auto.operators import each, item_of, reshape, stack, unstack
 from gaccum_ms.semi_auto.pipeline import OverStages, own_gradient
 from gaccum_ms.splitting.even_split import SplitPlan, plan_split
 
@@ -40,30 +40,9 @@ def cloned(weights: Sequence[ms.Parameter], dtype: ms.Type | None, prefix: str) 
     return clones
 
 
-class OpenSums(OpenWindow):
-    """A window that stays open between batches: the accumulators, which are this device's sums, and the numbers that
-    belong to them. `measure` : what has the counts."""
-
-    is_sharded = True
-    may_skip = True
-    needs_division = True
-    spans_batches = True
-
-    def __init__(
-        self, store: GradientSums, measure: nn.Cell, sum_over_devices: ops.AllReduce, position: ms.Parameter, steps: int
-    ) -> None:
-        super().__init__("GradAccumulationCell", store, position, steps)
-        self.window_count = measure.window_count
-        self.dropped_micro_batches = state_parameter("dropped_micro_batches")
-        self.sum_over_devices = sum_over_devices
-
-    def on_any_rank(self, condition):
-        return is_on_any(self.sum_over_devices, condition)
-
-
 class UnrolledWindow(nn.Cell):
-    """The methods of `Window` , for the compiler's own accumulation. `position` : if windows may have several batches,
-    the number of them so far."""
+    """The methods of `Window` and of its ledger, for the compiler's own accumulation. `position` : if windows may have
+    several batches, the number of them so far."""
 
     is_sharded = True
     weighs_samples = False
@@ -104,47 +83,40 @@ class UnrolledWindow(nn.Cell):
         self.sum_over_devices = ops.AllReduce()
         expose_records(self, self.measure)
         if position is not None:
-            steps = setup.options.accumulation_steps
-            self.open = OpenSums(self.store, self.measure, self.sum_over_devices, position, steps)
-            self.batch_weight = state_parameter(
-                "batch_weight", value=1.0
-            )  # 0 for a flush, which runs the last batch again
+            self.open = OpenWindow("GradAccumulationCell", self.store, position, setup.options.accumulation_steps)
+            if saturates():
+                self.saturated_batches = self.open.saturated_batches
+            self.batch_weight = state_parameter("batch_weight", value=1.0)  # 0: a flush, which runs a batch again
 
     @property
     def ledger(self) -> nn.Cell:
         """What the update ends."""
-        return self.open if self.spans_batches else self
+        return self
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
     def run(self, inputs, scale):
         """As `Window.run` ."""
-        unit = self.batch_sums.unit_of(inputs[0].shape[0])
-        numerators, totals, outputs, gradients = self.backwards(inputs, scale * unit)
+        unit, numerators, totals, outputs, gradients = self.backwards(inputs, scale)
         gradients = self.reduced(gradients)
         divisor, means, counted = self.measure.finished(numerators, totals, unit, scale)
-        loss = self.with_noted_gradient(means[0], gradients) if self.notes_gradient else means[0]
-        outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
-        return (gradients, divisor, loss, counted), outputs
+        loss = self.with_noted_gradient(means[0], gradients)
+        return (gradients, divisor, loss, counted), self.joined(outputs, means[1:])
 
     def add_batch(self, inputs):
         """Forward, backward and add for a batch that does not end its window; returns its mean loss, and outputs."""
-        unit = self.batch_sums.unit_of(inputs[0].shape[0])
-        numerators, totals, outputs, gradients = self.backwards(inputs, (self.open.window_unit + 0.0) * unit)
+        _, numerators, totals, outputs, gradients = self.backwards(inputs, self.open.window_unit + 0.0)
         loss, items = numerators[0], totals[0]
         sums = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))  # in the order of open_window.py
         added = ops.assign_add(self.open.window_sums, ops.depend(sums, self.store.read(gradients)))
-        added = ops.depend(added, ops.assign(self.open.batch_items, items))
-        added = self.open.with_saturation_noted(added)
+        added = self.open.with_saturation_noted(ops.depend(added, ops.assign(self.open.batch_items, items)))
         means, _, _ = self.measure.divided(numerators, items)
-        outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
-        return ops.depend(means[0], added), outputs
+        return ops.depend(means[0], added), self.joined(outputs, means[1:])
 
     def end_batches(self, inputs):
         """The same for the window's last batch. Returns what `run` does for the window, its loss, and outputs."""
         weight, scale = self.batch_weight + 0.0, self.open.window_unit + 0.0
-        unit = self.batch_sums.unit_of(inputs[0].shape[0])
-        numerators, totals, outputs, gradients = self.backwards(inputs, scale * weight * unit)
+        unit, numerators, totals, outputs, gradients = self.backwards(inputs, scale * weight)
         gradients = self.reduced(gradients)
         means, _, _ = self.measure.divided(numerators, totals[0])
         sums = unstack(self.open.window_sums + 0.0)
@@ -153,29 +125,29 @@ class UnrolledWindow(nn.Cell):
         numerators = (sums[LOSS] + numerators[0] * weight,)
         totals = (sums[COUNT] + totals[0] * weight,)
         divisor, means_of_window, counted = self.measure.finished(numerators, totals, unit, scale)
-        of_loss = ops.depend(means_of_window[0], loss)
-        of_loss = self.with_noted_gradient(of_loss, gradients) if self.notes_gradient else of_loss
-        outputs = self.joined(outputs, means[1:]) if self.has_outputs else means[1:]
-        return (gradients, divisor, of_loss, counted), loss, outputs
+        of_window = self.with_noted_gradient(ops.depend(means_of_window[0], loss), gradients)
+        return (gradients, divisor, of_window, counted), loss, self.joined(outputs, means[1:])
 
     def backwards(self, inputs, scale):
-        """A batch's numerators, totals and outputs, and what backward returns."""
+        """A batch's unit, numerators, totals and outputs, and what backward returns."""
+        unit = self.batch_sums.unit_of(inputs[0].shape[0])
         numbers = self.batch_sums(*inputs)
         outputs = ()
         if self.has_outputs:
             numbers, outputs = numbers
-        seed = scale  # of the loss
+        seed = scale * unit  # of the loss
         if numbers.ndim > 0:
             # The compiler must see the loss's own seed in this stack: else a loss per sample costs one more reduction
             # over devices. It does not look into a constant stack, so one of the zeros is computed.
-            seed = stack((scale, ops.zeros_like(scale), *zeros(numbers.shape[0] - 2)))
-        seeds = (seed + self.zero, self.zero_seeds(outputs)) if self.has_outputs else seed
-        gradients = self.backward(self.batch_sums, self.weights)(*inputs, seeds)
+            seed = stack((seed, ops.zeros_like(seed), *zeros(numbers.shape[0] - 2)))
+        if self.has_outputs:  # beside outputs the passes find the loss only if no seed is a constant
+            seed = (seed + self.zero, self.map(ops.partial(zeros_of, self.zero + 0.0), outputs))
+        gradients = self.backward(self.batch_sums, self.weights)(*inputs, seed)
         if self.has_stages:
             numbers = self.over_stages(numbers, gradients)
         numbers = unstack(numbers) if numbers.ndim > 0 else (numbers,)
         numerators, totals = self.batch_sums.sums(numbers, inputs)
-        return numerators, totals, outputs, gradients
+        return unit, numerators, totals, outputs, gradients
 
     def reduced(self, gradients):
         """The gradients over all devices."""
@@ -184,21 +156,14 @@ class UnrolledWindow(nn.Cell):
         return self.map(own_gradient, gradients, self.owned) if self.has_stages else gradients
 
     def with_noted_gradient(self, loss, gradients):
+        if not self.notes_gradient:
+            return loss
         return ops.depend(loss, ops.assign(self.noted_gradient, ops.reduce_sum(gradients[self.smallest])))
-
-    def zero_seeds(self, outputs):
-        """The outputs' seeds. Beside outputs the passes find the loss only if no seed is a constant."""
-        seeds: tuple = ()
-        for others in outputs:
-            of_micro_batch: tuple = ()
-            for output in others:
-                zeros = ops.broadcast_to(ops.cast(self.zero + 0.0, output.dtype), output.shape)
-                of_micro_batch = (*of_micro_batch, zeros)
-            seeds = (*seeds, of_micro_batch)
-        return seeds
 
     def joined(self, outputs, scalars):
         """The outputs of the batch, of which each device has its own samples."""
+        if not self.has_outputs:
+            return scalars
         result: tuple = ()
         taken = 0
         for position in range(len(outputs[0])):
@@ -206,17 +171,19 @@ class UnrolledWindow(nn.Cell):
                 result = (*result, scalars[taken])
                 taken = taken + 1
             else:
-                of_all: tuple = ()
-                for others in outputs:
-                    of_all = (*of_all, others[position])
+                of_all = each(ops.partial(item_of, position), outputs)
                 result = (*result, ops.concat(of_all, 0) if len(of_all) > 1 else of_all[0])
         return result
 
     def on_any_rank(self, condition):
-        return is_on_any(self.sum_over_devices, condition)
+        """Whether any device has found `condition` in its parts of the gradients."""
+        number = ops.expand_dims(ops.cast(condition, ms.float32), 0)  # in a pipeline a reshape is refused
+        return reshape(self.sum_over_devices(number), ()) > 0
 
     def reset(self, after):
-        """Zero the accumulators, once `after` is computed."""
+        """Empty the window, once `after` is computed."""
+        if self.spans_batches:
+            return self.open.reset(after)
         return self.store.reset(after)
 
     # -- not compiled --------------------------------------------------------------------------------------------------
@@ -254,7 +221,5 @@ def zeros(size):
     return tuple(ms.Tensor(0.0, ms.float32) for _ in range(size))
 
 
-def is_on_any(sum_over_devices, condition):
-    """Whether any device has found `condition` in its parts of the gradients."""
-    number = ops.expand_dims(ops.cast(condition, ms.float32), 0)  # in a pipeline a reshape is refused
-    return reshape(sum_over_devices(number), ()) > 0
+def zeros_of(zero, output):
+    return ops.broadcast_to(ops.cast(zero, output.dtype), output.shape)

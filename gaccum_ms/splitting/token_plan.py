@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -90,13 +89,6 @@ class TokenPlan:
         lines.append(f"{'all':>7}{'':>7}{len(self.micro_batches):>16}{samples:>10}{self.padding:>10.1%}")
         lines.append(f"padded to {self.before}, without a plan: {self.padding_before:.1%}")
         return "\n".join(lines)
-
-    def draw(self, path: str | Path) -> None:
-        """Draw the rows of each micro-batch, with tokens and padding in two colours, into a file such as ``plan.png`` ,
-        whose extension selects the format."""
-        from gaccum_ms.report.plots import draw_token_plan
-
-        draw_token_plan(self, path)
 
 
 def plan_tokens(

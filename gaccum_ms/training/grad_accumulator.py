@@ -114,10 +114,9 @@ class GradAccumulator(nn.Cell):
         ValueError: If an argument has a wrong value; if gradients do not match the optimizer's parameters in number and
             shapes; if a count is negative or not finite; if there is none with gradients that are computed from those
             of batches of several sizes; if a loss says another `reduction` than is given, or than another's; if the
-            weights are in a DistributedDataParallel, as far as
-            they show it; if `scheduler` is for another optimizer, or keeps state outside of Parameters, which
-            checkpoints would lose; in graph mode, if the optimizer or a transform changes values that are no
-            Parameters, such as the entries of a list.
+            weights are in a DistributedDataParallel; if `scheduler` is for another optimizer, or keeps state outside of
+            Parameters, which checkpoints would lose; in graph mode, if the optimizer or a transform changes values
+            that are no Parameters, such as the entries of a list.
         RuntimeError: In semi-auto, auto and hybrid parallel mode; at the first gradients, if there is a `scale_sense`
             and no loss was scaled; with `scheduler` inside `mindspore.jit` .
 

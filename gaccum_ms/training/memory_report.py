@@ -51,7 +51,6 @@ def memory_report(
         MemoryReport, a dataclass that prints as a table: ``parameters`` , ``optimizer_state`` , ``accumulators`` ,
         ``batch`` and ``framework`` (the rest of the process) in bytes; ``rows`` , one for each number of
         micro-batches; ``memory_limit`` ; ``fits_from`` , the smallest number from which on all fit, or None.
-        ``draw(path)`` draws it, if matplotlib is installed.
 
     Raises:
         TypeError: If an argument or input has another type than above.

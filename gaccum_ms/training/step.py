@@ -142,9 +142,10 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         ``batch_count`` , updates made and batches seen so far; ``window_position`` , batches in the open window. Of the
         last window, float32: ``grad_norm`` (with `max_grad_norm` or `record_noise` ), the global norm before clipping;
         ``window_count`` (with `count` , ``overflow="drop_micro_batch"`` or `accumulation_steps` ), the total count of
-        all ranks; ``dropped_micro_batches`` (likewise), the number left out on all ranks; ``loss_terms`` (with
-        several losses), the mean of each; ``window_loss`` (with `accumulation_steps` ), the mean loss; ``noise_sums``
-        (with `record_noise` ), the input of :class:`GradNoiseScale` . :class:`SkipSpikes` adds its own.
+        all ranks; ``dropped_micro_batches`` (likewise, but not in semi-auto and auto parallel mode), the number left
+        out on all ranks; ``loss_terms`` (with several losses), the mean of each; ``window_loss`` (with
+        `accumulation_steps` ), the mean loss; ``noise_sums`` (with `record_noise` ), the input of
+        :class:`GradNoiseScale` . :class:`SkipSpikes` adds its own.
 
     Raises:
         TypeError: If an argument or input has another type than above; if a function as `split` returns no list of

@@ -80,7 +80,7 @@ def test_mindformers_skips_an_update_whose_norm_is_the_threshold(pynative):
     ("function", "given", "words"),
     [
         (adopt.mindcv.train_step, {"scale_sense": "dynamic"}, "'scale_sense' must be a number, a Tensor, a Cell"),
-        (adopt.mindcv.train_step, {"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' must be at least"),
+        (adopt.mindcv.train_step, {"gradient_accumulation_steps": 0}, "'accumulation_steps' must be at least"),
         (adopt.mindformers.train_step, {"local_norm": True}, "'local_norm' must be left out"),
         (adopt.mindocr.train_step, {"clip_grad": "norm"}, "'clip_grad' must be a bool"),
         (adopt.mindone.train_step, {"zero_helper": object()}, "'zero_helper' must be left out.*ShardedOptimizer"),
@@ -94,10 +94,10 @@ def test_errors(function, given, words, pynative):
 
 
 def test_loss_scales_of_mindspore_become_ours():
-    manager = common.scale_of("step", DynamicLossScaler(64.0, 2, 100))
+    manager = common.scale_of(DynamicLossScaler(64.0, 2, 100))
     assert (manager.loss_scale_value, float(manager.scale_factor), float(manager.scale_window)) == (64.0, 2.0, 100.0)
     for scale in (8, 8.0, StaticLossScaler(8.0), Tensor(8.0)):
-        assert float(common.scale_of("step", scale)) == 8.0
+        assert float(common.scale_of(scale)) == 8.0
 
 
 def test_the_users_transforms_are_kept(pynative):

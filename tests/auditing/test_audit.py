@@ -1,13 +1,14 @@
-"""audit finds networks that accumulation cannot reproduce, accepts the others, and leaves no trace. Most networks are
-those of proof/losses.py."""
+"""audit finds networks that accumulation cannot reproduce, names what helps, accepts the others, and leaves no trace.
+Most networks are those of proof/losses.py."""
 
 from __future__ import annotations
 
 import mindspore as ms
+import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from gaccum_ms import GradAccumulationCell, audit
+from gaccum_ms import CountNotIgnored, EvenSplit, GradAccumulationCell, audit
 from tests.proof import losses
 from tests.proof.losses import RIGHT, WRONG
 from tests.support.modes import eagerly
@@ -22,6 +23,8 @@ from tests.support.reference import (
     make_step,
     relative_error,
 )
+
+SEQUENCES = np.random.default_rng(1).normal(size=(6, 8, losses.FEATURES)).astype(np.float32)  # with time in front
 
 
 def batch(samples=10):
@@ -106,7 +109,7 @@ def mean_over_nothing(m, x):
     [
         (WRONG["sum_of_squares"], "sum", False, "behaves as a sum over samples, but the cell has reduction='mean'"),
         (WRONG["mean_given_as_sum"], "mean", False, "as a mean over samples, but the cell has reduction='sum'"),
-        (WRONG["mean_given_as_ratio"], None, True, "The loss is neither a mean nor a sum over samples"),
+        (WRONG["mean_given_as_ratio"], None, False, "This was tried, and makes it equal: its numerator is a mean"),
         (WRONG["info_nce"], "neither", True, "compares samples of one batch"),
         (WRONG["entropy_of_mean"], "mean", True, "compares samples of one batch"),  # of a doubled batch it is the same
         (WRONG["sum_with_penalty"], "neither", True, "adds a term of its own to a sum"),
@@ -166,6 +169,110 @@ def test_batch_norm_is_named_and_the_report_is_a_table(pynative):
     assert rows["BatchNorm layers"].endswith("net.1")
     assert rows["verdict"].endswith("1 problem(s)")
     assert lines[-1] == f"* {problem}"
+
+
+# -- remedies ----------------------------------------------------------------------------------------------------------
+
+
+def remedy_of(report) -> str:
+    """The remedy that is named, alone."""
+    (problem,) = report.problems
+    _, was_tried, remedy = problem.partition("This was tried, and makes it equal: ")
+    assert was_tried, problem
+    return remedy.removesuffix(".")
+
+
+def focal_ratio(m, x, positives):
+    p = ops.sigmoid(m.net(x))
+    p = p * positives + (1 - p) * (1 - positives)
+    return (-ops.square(1 - p) * ops.log(p)).sum(), positives.sum()
+
+
+def focal(m, x, positives):
+    """Focal loss over all anchors, divided by the number of positives: images without any have a loss too."""
+    total, number = focal_ratio(m, x, positives)
+    return total / ops.maximum(number, Tensor(1.0))
+
+
+def number_of(x, positives):
+    return positives.sum()
+
+
+POSITIVES = np.zeros((16, losses.CLASSES), np.float32)
+POSITIVES[[0, 0, 1, 14], [0, 2, 3, 1]] = 1  # the second micro-batch of four has none
+FOCAL = losses.right(losses.classes, focal, losses.X, POSITIVES, count=number_of)
+
+
+def nearest_prototype(m, x, prototypes):
+    """The squared distance to the nearest prototype, of which there are as many as samples."""
+    return ops.square(m.net(x).expand_dims(1) - prototypes).sum(axis=-1).min(axis=1).mean()
+
+
+def time_major(m, x, y):
+    """A mean over samples of a function of each sequence, with time in front."""
+    return ops.square(ops.tanh(m.net(x)).mean(axis=0) - y.mean(axis=0)).mean()
+
+
+@pytest.mark.parametrize(
+    ("case", "remedy", "applied"),
+    [
+        (WRONG["ignored_labels"], "count=CountNotIgnored()", {"count": CountNotIgnored()}),
+        (WRONG["count_of_what_is_not_ignored"], "count=None", {"count": None}),
+        (
+            FOCAL,
+            "reduction=\"ratio\", min_count=1 in place of a count, where the network returns the sum and what 'count'",
+            {"loss": focal_ratio, "reduction": "ratio", "min_count": 1, "count": None},
+        ),
+        (
+            losses.right(losses.of(losses.FEATURES), nearest_prototype, losses.X, losses.X2),
+            "if input 1 has no entries of samples, split=EvenSplit(shared=(1,))",
+            {"split": EvenSplit(shared=(1,))},
+        ),
+        (
+            losses.right(losses.of(2), time_major, SEQUENCES, SEQUENCES[:, :, :2]),
+            "split=EvenSplit(axis=1)",
+            {"split": EvenSplit(axis=1)},
+        ),
+        (WRONG["flat_labels_of_mindspore"], "is broadcast", {"inputs": (losses.X, losses.TARGET)}),
+    ],
+    ids=["ignored", "needless", "ratio", "shared", "axis", "broadcast"],
+)
+def test_names_the_remedy_with_which_it_passes(case, remedy, applied, pynative):
+    assert remedy in remedy_of(run_case(case))
+    changed = {name: applied.pop(name) for name in ("loss", "inputs") if name in applied}
+    report = run_case(case._replace(options={**case.options, **applied}, **changed))
+    assert report.ok, str(report)
+
+
+def test_names_outputs_that_are_not_of_a_sample(pynative):
+    """The second output depends on the other samples."""
+
+    def with_outputs(m, x, y):
+        out = m.net(x)
+        return ops.cross_entropy(out, y), y, out - out.mean(axis=0)
+
+    report = run_case(losses.right(losses.classes, with_outputs, losses.X, losses.LABELS, aux=True))
+    (problem,) = report.problems
+    assert "Output(s) 1 after the loss, counted from 0" in problem
+
+
+def test_names_state(pynative):
+    """The forward centres its outputs by a running mean, which it writes."""
+
+    def centred(m, x, y):
+        out = m.net(x)
+        loss = ops.cross_entropy(out - m.center, y)
+        mean = ops.depend(ops.stop_gradient(out), loss).mean(axis=0)
+        return ops.depend(loss, ops.assign(m.center, 0.9 * m.center + 0.1 * mean))
+
+    def center():
+        return {"center": ms.Parameter(ops.zeros(losses.CLASSES), name="center", requires_grad=False)}
+
+    case = losses.right(losses.classes, centred, losses.X, losses.LABELS, more=center)
+    (problem,) = run_case(case).problems
+    assert "writes state in 'construct' (" in problem
+    assert "center" in problem
+    assert "'after_update' of a gaccum_ms.Transform" in problem
 
 
 # -- everything is restored --------------------------------------------------------------------------------------------

@@ -141,5 +141,5 @@ def test_tensorboard_reads_each_number(tmp_path, pynative):
 def test_refuses_bad_arguments():
     with pytest.raises(TypeError, match="For 'WindowMonitor', the argument 'json_lines' must be a path, but got 3"):
         WindowMonitor(3)
-    with pytest.raises(TypeError, match=r"'summary' must be a mindspore.SummaryRecord or .* but got 'str'"):
+    with pytest.raises(TypeError, match="'summary' must be TensorBoard's SummaryWriter, but got 'str'"):
         WindowMonitor(summary="folder")

@@ -241,8 +241,8 @@ def assert_refused(step, action, error, message) -> None:
         (lambda values: values.update(out=values["out"].astype(int)), "kind .* out of Float32, and int64"),
         (lambda values: values.update(out=values["out"][:-1]), r"out of shape \(8,\), and \(7,\) in '.*edited.ckpt'"),
         (claiming(epoch_batches=7), r"got 6 an epoch .* 1 rank\(s\), where the checkpoint has 7 on each of 1"),
-        (claiming(window_rule=4), "must have the whole sums, but got one .* with sharded accumulators"),
         (claiming(rate_factor=3), r"must be without a factor of AdaScale, .* with the rate times 3\."),
+        (claiming(window_rule=4), "must have the whole sums, but got one .* with sharded accumulators"),
     ],
 )
 def test_resume_refuses_and_changes_nothing(in_mid_window, tmp_path, edit, message):

@@ -146,7 +146,7 @@ def test_a_mistake_and_help_are_shown_and_nothing_is_installed(recorder):
     assert done.stderr.startswith("error: there is no option --proceses; is --processes meant?")
     assert done.stderr.count("\n") == 1
     assert recorder.run("--help").stdout.startswith("bash run.sh [options]")
-    assert "--end-timeout" in recorder.run("--processes", "2", "--help").stdout
+    assert "--start-timeout" in recorder.run("--processes", "2", "--help").stdout
     assert recorder.calls() == []
 
 

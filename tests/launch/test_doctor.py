@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from mindspore.run_check._check_version import AscendEnvChecker
 
 from gaccum_ms.launch import cuda, doctor
 from tests.launch.launched import PYTHONPATH, ROOT
@@ -49,32 +48,14 @@ def test_packages_are_of_versions_that_are_supported(package, version, right, mo
     assert finding.remedy == ("" if right else f"pip install '{package[0]}'")
 
 
-def test_cann_is_compared_with_mindspores_own_table(tmp_path):
-    """The installed MindSpore has such a table in its own check, which this package only reads."""
-    assert doctor.check_cann({}).text == "not found: ASCEND_HOME_PATH is not set"
-    ours, env = AscendEnvChecker(None).version, {"ASCEND_HOME_PATH": str(tmp_path)}
-    assert doctor.check_cann(env).text == f"not found: there is no version.info in ASCEND_HOME_PATH={tmp_path}"
-    for version, says in ((f"{ours[0]}.RC1", "it goes with"), ("7.0.0", "it does not go with")):
-        (tmp_path / "version.info").write_text(f"name=x\nVersion={version}\n")
-        text = doctor.check_cann(env).text
-        assert text.startswith(f"{version[:3]} in {tmp_path}; {says}")
-        assert f"which needs {', '.join(ours)} (its table: mindspore/run_check/_check_version.py)" in text
-
-
-def test_what_a_gpu_lacks_is_named_with_a_remedy(tmp_path, broken_mindspore, monkeypatch):
+def test_what_a_gpu_lacks_is_named_with_a_remedy(broken_mindspore, monkeypatch):
     monkeypatch.setattr(cuda, "has_driver", lambda: True)
     monkeypatch.setattr(cuda, "missing_packages", lambda: ["nvidia-cudnn-cu11"])
-    env = {**os.environ, "CUDA_HOME": "", "PYTHONPATH": broken_mindspore}
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    env = {**os.environ, "PYTHONPATH": broken_mindspore}
     assert doctor.check_device("GPU", env) == ("GPU", "no: nvidia-cudnn-cu11 missing", cuda.REMEDY)
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
-    nvcc.chmod(0o755)
-    finding = doctor.check_device("GPU", env | {"CUDA_HOME": str(tmp_path)})
-    assert f"CUDA_HOME={tmp_path} is CUDA 12.4, and MindSpore's back end needs CUDA 11" in finding.text
-    assert finding.remedy == "unset CUDA_HOME, or set it to a CUDA 11"
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
-    assert cuda.wrong_cuda_home({"CUDA_HOME": str(tmp_path)}) == ""
+    monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda-12")
+    assert doctor.check_device("GPU", env).remedy == "unset CUDA_HOME=/usr/local/cuda-12, or set it to a CUDA 11"
 
 
 @pytest.mark.distributed

@@ -36,7 +36,7 @@ WITH_MPIRUN = pytest.mark.skipif(
 def test_a_launch_that_is_ended_leaves_nothing(tmp_path, pytestconfig, launcher, end, code):
     """No restart follows on a signal, or when time runs out. With mpirun, MindSpore's scheduler has a keeper too, which
     is done before."""
-    options = ["-n", "2", "--launcher", launcher, "--end-timeout", "0"]
+    options = ["-n", "2", "--launcher", launcher]
     options += ["--max-restarts", "1"] if end in ("SIGINT", "timeout") else []
     options += ["--timeout", "5"] if end == "timeout" else []
     for number in range(pytestconfig.getoption("rounds")):

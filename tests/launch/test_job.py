@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.launch.launched import CONNECTED, LIMIT, PYTHONPATH, ROOT, TIMEOUT, Launched, wait_until, write
+from tests.launch.launched import CONNECTED, LIMIT, ROOT, Launched, write
 
 pytestmark = pytest.mark.distributed
 
@@ -44,7 +44,7 @@ def test_each_rank_has_its_own_logs_and_rank_0_is_shown_while_it_runs(tmp_path):
     done = launched.finish()
     assert done.returncode == 0, done.stderr
     logs = script.parent / "my logs" / "1"
-    assert sorted(path.name for path in logs.iterdir()) == ["rank.0", "rank.1", "rank.2"]
+    assert sorted(path.name for path in logs.glob("rank.*")) == ["rank.0", "rank.1", "rank.2"]
     for rank in range(3):
         assert (logs / f"rank.{rank}" / "stdout").read_text() == f"out {rank} ['--two words', 'b c']\nTrue\n"
         assert (logs / f"rank.{rank}" / "stderr").read_text() == f"err {rank}\n"
@@ -118,45 +118,15 @@ def test_a_rank_that_fails_beside_a_thread_that_lives_on_ends_all(tmp_path):
     assert (tmp_path / "last").exists()
 
 
-def test_ranks_that_go_on_alone_may(tmp_path):
-    """The rank computes for 3 s, and waits 3 s for a child. It never stands still for long."""
-    script = write(
-        tmp_path / "script.py",
-        "import subprocess\nif rank: sys.exit()\nend = time.monotonic() + 3\n"
-        'while time.monotonic() < end: sum(range(1000))\nsubprocess.run(["sleep", "3"])',
-    )
-    done = Launched(script, "-n", "2", "--end-timeout", "2").finish()
-    assert done.returncode == 0, done.stderr
-
-
-# A launcher that waits less long for a rank that is stopped, and for its end.
-IMPATIENT = (
-    "import sys; from gaccum_ms.launch import __main__, job, supervisor; "
-    "supervisor.STOPPED_SECONDS = job.END_SECONDS = 1.0; sys.exit(__main__.main())"
-)
-
-
-def test_a_stopped_rank_is_named(tmp_path):
-    script = write(tmp_path / "script.py", 'open(f"pid.{rank}", "x").write(str(os.getpid()))\ntime.sleep(1000)')
-    program = [sys.executable, "-c", IMPATIENT, "-n", "2", "--timeout", str(TIMEOUT)]
-    launched = Launched(script, program=program, env={"PYTHONPATH": PYTHONPATH})
-    launched.wait_for(tmp_path / "pid.0", tmp_path / "pid.1")
-    wait_until((tmp_path / "pid.1").read_text)
-    os.kill(int((tmp_path / "pid.1").read_text()), signal.SIGSTOP)
-    done = launched.finish()
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: rank 1 is stopped (SIGSTOP) for 1 s, and others go on; all ranks were ended")
-
-
 def test_of_two_launches_at_once_one_succeeds_and_in_the_other_a_rank_ends_early(tmp_path):
     """Both have variables of another cluster. One is mpirun's, if there is one. In the other, a rank waits in a
-    collective, in a busy loop, and another sleeps."""
+    collective until MindSpore gives up."""
     by_mpirun = ["--launcher", "mpirun"] if shutil.which("mpirun") else []
     (early := tmp_path / "early.py").write_text(
         CONNECTED + 'assert total() == 6.0\nwhile not os.path.exists("go"): time.sleep(0.1)\n'
         "if rank == 1: sys.exit(0)\nif rank == 2: time.sleep(1000)\ntotal()"
     )
-    fails = Launched(early, "-n", "3", "--end-timeout", "3", env=STALE)
+    fails = Launched(early, "-n", "3", env={**STALE, "MS_CPU_COMM_OP_TIMEOUT": "15"})
     (tmp_path / "a folder").mkdir()
     (script := tmp_path / "a folder" / "a script.py").write_text(CONNECTED + "print(total())")
     done = Launched(script, "-n", "2", "--log-dir", "log output", *by_mpirun, env=STALE).finish()
@@ -167,6 +137,5 @@ def test_of_two_launches_at_once_one_succeeds_and_in_the_other_a_rank_ends_early
     (tmp_path / "go").touch()
     done = fails.finish()
     assert done.returncode == 1
-    what = "error: rank 1 ended with exit code 0, and rank 0, rank 2 have stood still for 3 s since"
-    line = CONNECTED.split("\n").index("def total():") + 2
-    assert done.stderr.startswith(f"{what} (in {early}, line {line})"), done.stderr
+    why = r"error: rank 0 failed with exit code 1, \d+ s after rank 1 had ended with exit code 0; all ranks were ended"
+    assert re.match(why, done.stderr), done.stderr

@@ -39,16 +39,6 @@ def test_a_full_disk_is_named(tmp_path):
     assert "rank 0 failed with exit code" in done.stderr
 
 
-def test_a_folder_that_was_removed_while_ranks_ran_is_named(tmp_path):
-    """A rank that then fails has no logs to show."""
-    text = 'import shutil\nif rank == 0: shutil.rmtree("logs/1"); sys.exit(3)\ntime.sleep(1000)'
-    done = Launched(write(tmp_path / "script.py", text), "-n", "2", "--log-dir", "logs").finish()
-    assert done.returncode == 1
-    assert "error: rank 0 failed with exit code 3; all ranks were ended.\n" in done.stderr
-    assert f"the log folder '{tmp_path / 'logs' / '1'}' is missing: it was removed while the ranks ran" in done.stderr
-    assert "cannot write logs" not in done.stderr and "Make room" not in done.stderr
-
-
 @pytest.mark.parametrize("path", ["1/rank.0/results.txt", "msrun/notes.txt", "1"])
 def test_a_folder_that_no_launch_made_is_not_replaced(tmp_path, path):
     """The files beside it are kept too. The launch reports the error before it starts or removes anything."""

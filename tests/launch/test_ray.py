@@ -105,7 +105,7 @@ def test_ctrl_c_ends_every_rank(hosts, tmp_path):
 
 def test_ranks_that_hide_end_with_this_program(hosts, tmp_path):
     """Ray kills the actors' children itself when it ends actors."""
-    launched = hosts.launch(write(tmp_path / "script.py", HIDES + STAYS), "--end-timeout", "0")
+    launched = hosts.launch(write(tmp_path / "script.py", HIDES + STAYS))
     launched.wait_for(tmp_path / "up.0.0", tmp_path / "up.0.1")
     kill(launched, tmp_path, "launcher-guards")
     ends(launched, tmp_path)

@@ -10,7 +10,6 @@ from mindspore import nn
 
 from gaccum_ms import Accumulators, GradAccumulationCell, find_micro_batch_size, memory_report
 from gaccum_ms.memory.report import MemoryReport, MemoryRow
-from gaccum_ms.report import plots
 from tests.memory.test_search import batch
 from tests.support.alone import alone
 from tests.support.reference import FEATURES, OPTIMIZERS, make_network
@@ -77,16 +76,6 @@ REPORT = MemoryReport(
     framework=100, memory_limit=250, probed=(1, 2),
     rows=(MemoryRow(1, 4, 160, None, 301, None, False), MemoryRow(2, 2, 80, 79, 241, 240, True)),
 )  # fmt: skip
-
-
-def test_draws(tmp_path, monkeypatch):
-    REPORT.draw(tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(plots, "save", lambda figure, path: path.append(figure))
-    REPORT.draw(figures := [])
-    (panel,) = figures[0].axes
-    last = panel.containers[-1]
-    assert [bar.get_y() + bar.get_height() for bar in last] == pytest.approx([301e-6, 241e-6]), "bars end at the peaks"
 
 
 def test_sizes_fit_from_where_all_larger_ones_do():

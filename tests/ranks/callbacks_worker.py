@@ -30,7 +30,7 @@ def follow(out: Path) -> Results:
         callback = kind(max_steps=3, smoothing=0.999)
         step = fit(callback, samples=1600, rate=1e-3, seed=get_rank())
         found = {"steps": steps_of(callback), "rates": [record.learning_rate for record in callback.records]}
-        results |= named(name, found | {"weight": as_numpy(step.weights[0]), "scale": callback.noise_scale})
+        results |= named(name, found | {"weight": as_numpy(step.weights[0]), "scale": callback._estimate.noise_scale})
     options = {"accumulation_steps": 2, "callbacks": [FlushAccumulation()]}
     message = error_of(lambda: fit(AdaptiveAccumulation(), samples=8 * (3 - get_rank()), **options))
     return results | named("uneven", {"message": message})

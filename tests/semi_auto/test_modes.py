@@ -14,7 +14,6 @@ from mindspore.train import serialization
 
 from gaccum_ms import (
     Accumulators,
-    AdaptiveGradientClip,
     ClipByGlobalNorm,
     ClipByValue,
     GradAccumulationCell,
@@ -70,10 +69,6 @@ ONE_NORM = r"one norm is taken of the gradient, .*behind other norms or changes"
     [
         (ONE_NORM, {"transforms": (ClipByValue(1.0), ClipByGlobalNorm(1.0))}),
         (ONE_NORM, {"transforms": (SkipSpikes(norm=2.0), ClipByGlobalNorm(1.0), ClipByGlobalNorm(0.5))}),
-        (
-            r"device's part there, but got AdaptiveGradientClip, abs\. Give",
-            {"transforms": (AdaptiveGradientClip(), abs)},
-        ),
         ("precision of the weights at least, but got Accumulators", {"accumulators": Accumulators(ms.float16)}),
     ],
 )
