@@ -147,7 +147,7 @@ class History:
 
     def noise(self) -> np.ndarray:
         """What GradNoiseScale reads of the last window."""
-        noise = self.trainer.window.noise.read(float(self.trainer.grad_norm.asnumpy()))
+        noise = self.trainer.window.ledger.noise.read(float(self.trainer.grad_norm.asnumpy()))
         known = [noise.squares, noise.micro_batches, noise.added_items, noise.items]
         return np.array(known) if noise.is_known else np.zeros(0)
 

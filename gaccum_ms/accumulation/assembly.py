@@ -6,15 +6,12 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
-from gaccum_ms.accumulation.copies import Copies
 from gaccum_ms.accumulation.grad_cache import TwoPasses
 from gaccum_ms.accumulation.ledger import DividedAfterwards, KnownShares, Ledger, SharesOfLosses
 from gaccum_ms.accumulation.measure import Measure
 from gaccum_ms.accumulation.noise import ALL_SUMS
 from gaccum_ms.accumulation.open_window import OpenWindow
 from gaccum_ms.accumulation.window import Window
-from gaccum_ms.backend.graphs import gradients_allowed, graph_run
-from gaccum_ms.backend.random_operators import forbid_reuse, needs_copies, with_other_seeds
 from gaccum_ms.distributed.all_reduce import FusedReducer
 from gaccum_ms.options.options import Options
 from gaccum_ms.options.rules import Setup
@@ -23,41 +20,24 @@ from gaccum_ms.options.rules import Setup
 def window_of(setup: Setup, weights: ms.ParameterTuple, grad_reducer: nn.Cell, position: ms.Parameter | None) -> Window:
     """The window. `position` : batches of the open window so far, int32 of shape (); None: each batch is a window."""
     options, network = setup.options, setup.network
-    by_samples = not options.counts_items
     store = NoSums()
     if options.accumulates or position is not None:
         store = GradientSums(weights, options.accumulators.dtype, options.accumulators.compensated)
     if setup.of_batch:
         shares = KnownShares(options, store, grad_reducer, loss_is_mean=False)
-        return Window(options, TwoPasses(network, weights), shares)  # its two passes must draw the same: no copies
-    is_known = position is None and not options.counted and not options.several_losses
+        return Window(options, TwoPasses(network, weights), shares)
+    if position is None and not options.counted and not options.several_losses:
+        shares = KnownShares(options, store, grad_reducer, options.loss_is_mean)
+        return Window(options, Measure(options, network, weights, counted=False), shares)
     ledger: Ledger
     if options.several_losses:
-        ledger = SharesOfLosses(options, store, grad_reducer, weights, options.own_count is None)
-    elif is_known:
-        ledger = KnownShares(options, store, grad_reducer, options.loss_is_mean)
+        ledger = SharesOfLosses(options, store, grad_reducer, weights)
     else:
         open_window = None
         if position is not None:
             open_window = OpenWindow("GradAccumulationCell", store, position, options.accumulation_steps)
-        runs_all = options.returns_ratio or options.aux
-        ledger = DividedAfterwards(options, weights, store, open_window, by_samples=by_samples, runs_all=runs_all)
-    measure = Measure(options, network, weights, counted=not is_known)
-
-    def copy_of_measure(number: int) -> nn.Cell | None:
-        if not needs_copies(network):
-            return None
-        forbid_reuse(graph_run(otherwise=measure), network)
-        first = number * (1 + options.losses)
-        copy = with_other_seeds(network, first) if number else network
-        with gradients_allowed():
-            copied = Measure(options, copy, weights, measure.counted)
-            if options.several_losses:
-                alone = [with_other_seeds(copy, first + 1 + term) for term in range(options.losses)]
-                copied.run_alone_on(alone, options, weights)
-        return copied
-
-    return Window(options, measure, ledger, Copies(copy_of_measure))
+        ledger = DividedAfterwards(options, weights, store, open_window, by_samples=not options.counts_items)
+    return Window(options, Measure(options, network, weights, counted=True), ledger)
 
 
 def fused_reducer(options: Options, step: nn.TrainOneStepCell) -> FusedReducer:

@@ -8,19 +8,16 @@ time. A network that runs eagerly, or has neither random numbers nor hooks, is n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mindspore import nn
 
-from gaccum_ms.backend.graphs import runs_eagerly_now
+from gaccum_ms.backend.graphs import graph_run, runs_eagerly_now
+from gaccum_ms.backend.random_operators import forbid_reuse, needs_copies
 
 
 class Copies:
-    """The measures of a window, each with a copy of the network. `make` returns the measure on the copy of a number,
-    0 for the network itself; None if the network needs no copy."""
+    """The copies of a window's measure, each with a copy of the network."""
 
-    def __init__(self, make: Callable[[int], nn.Cell | None] | None = None) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._number = 0
         self.made: dict[str, nn.Cell] = {}  # by their places, in the graph that is compiled
 
@@ -30,10 +27,12 @@ class Copies:
 
     def of(self, place: str, measure: nn.Cell) -> nn.Cell:
         """The measure for a place in the graph that is being compiled."""
-        if self._make is None or runs_eagerly_now():
+        if runs_eagerly_now() or not measure.may_be_copied:
             return measure
         if place not in self.made:  # the compiler asks several times
-            copy = self._make(self._number)
-            self.made[place] = measure if copy is None else copy
-            self._number += copy is not None
+            self.made[place] = measure
+            if needs_copies(measure.network):
+                forbid_reuse(graph_run(otherwise=measure), measure.network)
+                self.made[place] = measure.copy(self._number)
+                self._number += 1
         return self.made[place]

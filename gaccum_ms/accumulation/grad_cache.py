@@ -64,6 +64,7 @@ class TwoPasses(nn.Cell):
     """The measure of a loss that all samples of the batch share. The sums contain this loss times its seed, once."""
 
     loss_is_mean = False  # the loss is no mean over micro-batches
+    may_be_copied = False  # both passes must draw the same
 
     def __init__(self, network: WithBatchLossCell, weights: ms.ParameterTuple) -> None:
         super().__init__(auto_prefix=False)

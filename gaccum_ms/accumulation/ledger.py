@@ -27,9 +27,8 @@ from mindspore import nn, ops
 
 from gaccum_ms.accumulation.noise import SUMS as NOISE_SUMS
 from gaccum_ms.accumulation.noise import NoiseRecord
-from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.open_window import COUNT, DROPPED, LOSS, SUMS, OpenWindow
 from gaccum_ms.accumulation.saturation import saturates
-from gaccum_ms.accumulation.sums import COUNT, DROPPED, LOSS, SUMS
 from gaccum_ms.backend.parameters import state_parameter
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.distributed.ranks import SumOverRanks
@@ -57,7 +56,7 @@ class Ledger(nn.Cell):
         self.store = store
         self.records_noise = noise is not None
         if noise is not None:
-            self.noise = noise
+            self.noise, self.noise_sums = noise, noise.noise_sums
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -103,9 +102,8 @@ class DividedAfterwards(Ledger):
     """The window whose total is known at its end. `sums` : the loss, the count, dropped micro-batches.
 
     `by_samples` : the items are samples, and not the user's own; MindSpore's ``gradients_mean`` then decides between
-    mean and sum over ranks, and each rank reports its own loss, as without accumulation. `runs_all` : micro-batches
-    without items run too, because the network counts them, or returns outputs. `open_window` : if windows have several
-    batches."""
+    mean and sum over ranks, and each rank reports its own loss, as without accumulation. `open_window` : if windows
+    have several batches. `rule` : what the batches of a loop weigh by."""
 
     def __init__(
         self,
@@ -115,26 +113,24 @@ class DividedAfterwards(Ledger):
         open_window: OpenWindow | None = None,
         *,
         by_samples: bool = False,
-        runs_all: bool = False,
         rule: ms.Parameter | None = None,
     ) -> None:
-        # With `min_count` a window of no items is an update, but not the flush of a window that no rank has begun.
-        counts_batches = options.min_count is not None and open_window is not None
-        noise_from = SUMS + counts_batches
-        sum_over_ranks = SumOverRanks(weights, (noise_from + NOISE_SUMS * options.record_noise,))
+        number_of_sums = SUMS + (open_window is not None)  # of an open window its batches too
+        sum_over_ranks = SumOverRanks(weights, (number_of_sums + NOISE_SUMS * options.record_noise,))
         factor = sum_over_ranks.summed_ranks() if by_samples else 1.0
         super().__init__(store, NoiseRecord(None, factor) if options.record_noise else None)
         self.by_samples = by_samples
         self.loss_is_mean = options.loss_is_mean
         self.drops = options.drops
         self.min_count = options.min_count
-        self.may_not_run = self.loss_is_mean and not by_samples and not runs_all and not self.drops
+        runs_all = by_samples or options.returns_ratio or options.aux or self.drops  # also without items
+        self.may_not_run = self.loss_is_mean and not runs_all
         self.judges = self.drops or not (by_samples or self.may_not_run)
         self.leaves_out = self.may_not_run or self.judges
         # A loss that is a sum without a count has no divisor.
         self.divides = self.loss_is_mean or not by_samples
         self.map = ops.HyperMap()
-        self.counts_batches, self.noise_from = counts_batches, noise_from
+        self.number_of_sums = number_of_sums
         self.spans_batches = open_window is not None
         if open_window is not None:
             self.open = open_window
@@ -146,7 +142,7 @@ class DividedAfterwards(Ledger):
         self.ranks, self.summed_ranks = sum_over_ranks.ranks, sum_over_ranks.summed_ranks()
         self.has_rule = rule is not None
         if rule is not None:
-            self.rule = rule  # what the batches of a loop weigh by
+            self.rule = rule
         self.window_count = state_parameter("window_count")
         self.dropped_micro_batches = state_parameter("dropped_micro_batches")
 
@@ -169,27 +165,19 @@ class DividedAfterwards(Ledger):
     def row(self, numerator, items):
         return ops.stack((numerator, items, ops.zeros_like(items)))
 
-    def left_out(self, items):
-        """The row of a micro-batch that counts nothing. A NaN count is added, because it must reach the total."""
-        return self.row(ops.zeros_like(items), items)
-
-    def runs(self, items):
-        """Whether a micro-batch that `may_not_run` runs."""
-        return items > 0
-
     def belongs(self, numerator, items):
-        """Whether a micro-batch that ran belongs to the window."""
+        """Whether a micro-batch belongs to the window: of a mean, before it runs, by its items."""
         return items > 0 if self.loss_is_mean else ops.logical_or(items > 0, numerator == numerator)
 
     def takes(self, belongs, numerator, gradients):
-        """Whether a micro-batch that ran is added."""
+        """Whether a micro-batch is added; one that `may_not_run` runs then."""
         if not self.drops:
             return belongs
         return ops.logical_and(belongs, ops.logical_and(all_finite(gradients), ops.isfinite(numerator)))
 
-    def rejected(self, belongs, items):
-        """The row of a micro-batch that ran and is not added."""
-        row = self.left_out(items)
+    def left_out(self, belongs, items):
+        """The row of a micro-batch that is not added. A NaN count is in it, because it must reach the total."""
+        row = self.row(ops.zeros_like(items), items)
         return ops.select(belongs, ms.Tensor([0.0, 0.0, 1.0], ms.float32), row) if self.drops else row
 
     def weighed(self, gradients, weight):
@@ -199,7 +187,7 @@ class DividedAfterwards(Ledger):
     def enter(self, unit, numerator, items, gradients):
         """Add a batch whose gradients are given, unless it is left out, as with a bad count; returns its row."""
         belongs = ops.logical_and(items >= 0, self.belongs(numerator, items))
-        row = ops.select(items >= 0, self.rejected(belongs, items), self.zero_sums())
+        row = ops.select(items >= 0, self.left_out(belongs, items), self.zero_sums())
         # Not of gradients as they were given: beside transforms, MindSpore compiles no check of a graph's inputs.
         if self.takes(belongs, numerator, gradients):
             row = self.added(unit, numerator, items, gradients)
@@ -241,10 +229,7 @@ class DividedAfterwards(Ledger):
     def reduced(self, gradients, sums, rescale):
         """Gradients and sums over ranks, and this rank's sums, times the loss scale in the place of the unit. `rescale`
         is zero if this rank has counted nothing: it then has no unit."""
-        sums = sums * ops.stack((rescale, ops.ones_like(rescale), ops.ones_like(rescale)))
-        if self.counts_batches:
-            batches = ops.cast(ops.depend(self.open.window_position, sums), ms.float32)
-            sums = ops.concat((sums, batches.reshape((1,))))
+        sums = sums * ops.concat((rescale.reshape((1,)), ops.ones((self.number_of_sums - 1,), ms.float32)))
         if self.records_noise:
             sums = ops.concat((sums, ops.depend(self.noise.window_squares, sums) + 0.0))
         gradients = self.map(ops.partial(scale_by, rescale), gradients)
@@ -256,7 +241,8 @@ class DividedAfterwards(Ledger):
         all_sums = ops.unstack(over_ranks[:SUMS])
         total, dropped = all_sums[COUNT], all_sums[DROPPED]
         items, counted = counts.divisor_of(total, self.min_count)
-        if self.counts_batches:
+        if self.spans_batches and self.min_count is not None:
+            # A window of no items is an update, but not the flush of a window that no rank has begun.
             counted = ops.logical_and(counted, ops.unstack(over_ranks)[SUMS] > 0)
         reported = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
         count = counts.at_least(reported[COUNT], self.min_count)
@@ -272,7 +258,7 @@ class DividedAfterwards(Ledger):
         if self.records_noise:
             # A sum that is divided by more than its items is no mean, from which no noise is known.
             of_mean = ops.select(items > total, ops.zeros_like(total), total)
-            loss = ops.depend(loss, self.noise.keep(over_ranks[self.noise_from :], of_mean))
+            loss = ops.depend(loss, self.noise.keep(over_ranks[self.number_of_sums :], of_mean))
         return loss, divisor, counted
 
     def by_rule(self, count, divisor, scale):
@@ -328,16 +314,14 @@ class SharesOfLosses(KnownShares):
 
     may_skip = True
 
-    def __init__(
-        self, options: Options, store: nn.Cell, grad_reducer: nn.Cell, weights: ms.ParameterTuple, by_samples: bool
-    ) -> None:
+    def __init__(self, options: Options, store: nn.Cell, grad_reducer: nn.Cell, weights: ms.ParameterTuple) -> None:
         super().__init__(options, store, grad_reducer, options.loss_is_mean)
-        self.by_samples = by_samples
-        self.may_not_run = not by_samples and self.loss_is_mean
-        self.judges = not by_samples and not self.loss_is_mean
-        self.leaves_out = not by_samples
+        self.by_samples = options.own_count is None
+        self.leaves_out = not self.by_samples
+        self.may_not_run = self.leaves_out and self.loss_is_mean
+        self.judges = self.leaves_out and not self.loss_is_mean
         self.number = options.losses
-        self.terms = 0 if by_samples else self.number
+        self.terms = self.number if self.leaves_out else 0
         self.min_count = options.min_count
         self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
         self.sum_over_ranks = SumOverRanks(weights, (self.number,))
@@ -356,14 +340,8 @@ class SharesOfLosses(KnownShares):
     def zero_sums(self):
         return ops.zeros((self.number,), ms.float32)
 
-    def left_out(self, items):
-        return self.zero_sums()
-
-    def runs(self, items):
-        return self.belongs((), items).all()
-
     def belongs(self, numerators, items):
-        """Which of the losses belong to the window: of means, before they run, those with items."""
+        """Which of the losses belong to the window."""
         return items > 0 if self.loss_is_mean else ops.logical_or(items > 0, numerators == numerators)
 
     def takes(self, belongs, numerators, gradients):
@@ -373,7 +351,7 @@ class SharesOfLosses(KnownShares):
         """Whether a loss runs alone, because another has no items."""
         return ops.logical_and(ops.unstack(belongs)[term], ops.logical_not(belongs.all()))
 
-    def rejected(self, belongs, items):
+    def left_out(self, belongs, items):
         return self.zero_sums()
 
     def close(self, gradients, sums, unit, scale):

@@ -22,8 +22,9 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.ops.functional import typeof
 
-from gaccum_ms.accumulation.counting import Counting
 from gaccum_ms.accumulation.outputs import check_aux, check_outputs, kinds_and_shapes
+from gaccum_ms.backend.graphs import gradients_allowed
+from gaccum_ms.backend.random_operators import with_other_seeds
 from gaccum_ms.losses import counts
 from gaccum_ms.options.options import Options
 from gaccum_ms.splitting import micro_batches
@@ -103,11 +104,17 @@ class Measure(nn.Cell):
     """Runs the network on a micro-batch. `counted` : whether items are counted at run time; else shapes tell the
     samples."""
 
+    may_be_copied = True
+
     def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple, counted: bool) -> None:
         super().__init__(auto_prefix=False)
+        self._made_with = options, weights
         self.network = network
         self.counted = counted
-        self.counting = Counting(options)
+        self.by_samples = options.own_count is None
+        self.counts = nn.CellList(
+            [counts.count_cell(count, options.first_axis) for count in options.counts], auto_prefix=False
+        )
         self.loss_is_mean = options.loss_is_mean
         self.number = options.losses
         self.several = options.several_losses
@@ -119,14 +126,15 @@ class Measure(nn.Cell):
         if self.several:
             self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
             self.backward = ops.value_and_grad(self.seeded_losses, None, weights, has_aux=True)
-            self.run_alone_on([network] * self.number, options, weights)
+            self.run_alone_on([network] * self.number)
         elif self.returns_more:  # only the first output has a gradient
             self.backward = ops.value_and_grad(self.seeded_outputs, None, weights, has_aux=True)
         else:
             self.backward = ops.value_and_grad(self.seeded_loss, None, weights)
 
-    def run_alone_on(self, networks: Sequence[nn.Cell], options: Options, weights: ms.ParameterTuple) -> None:
+    def run_alone_on(self, networks: Sequence[nn.Cell]) -> None:
         """Run each loss alone on its copy of the network, which draws its own random numbers."""
+        options, weights = self._made_with
         alone = [_LossAlone(network, term, options.loss_weights) for term, network in enumerate(networks)]
         self.backward_of = tuple(ops.value_and_grad(network, None, weights, has_aux=True) for network in alone)
 
@@ -135,7 +143,26 @@ class Measure(nn.Cell):
     def total(self, inputs, plan):
         """The items of a batch, by which its window's unit is computed. NaN if a count is bad. If the network counts,
         the batch's samples stand for them."""
-        return self.counting.total(inputs, plan) if self.counted else plan[micro_batches.SAMPLES]
+        return self.counted_total(inputs, plan) if self.counted else plan[micro_batches.SAMPLES]
+
+    def counted_total(self, inputs, plan):
+        """Each micro-batch is counted separately, so that a bad count is noticed."""
+        total = ops.zeros((self.number,) if self.several else (), ms.float32)
+        if self.by_samples:
+            return total + plan[micro_batches.SAMPLES]
+        return micro_batches.add_up(self.count_of_part, (), (), total, inputs, plan)
+
+    def count_of_part(self, of_loop, rows, *micro_batch):
+        return self.count(*micro_batch)
+
+    def count(self, *micro_batch):
+        """The count of a micro-batch, NaN if it is bad; with several losses one for each."""
+        if not self.several:
+            return counts.valid_or_nan(self.counts[0](*micro_batch))
+        items: tuple = ()
+        for term in range(self.number):
+            items = (*items, counts.valid_or_nan(self.counts[term](*micro_batch)))
+        return ops.stack(items)
 
     def prepare(self, sums, unit, inputs, plan):
         """Before the loop: the initial sums, what all micro-batches share, and the inputs to cut."""
@@ -145,7 +172,7 @@ class Measure(nn.Cell):
         """The items of a micro-batch before it runs; zero if the network counts them."""
         if not self.counted:
             return rows
-        return ms.Tensor(0.0, ms.float32) if self.ratio else self.counting.of(*micro_batch)
+        return ms.Tensor(0.0, ms.float32) if self.ratio else self.count(*micro_batch)
 
     def run(self, unit, prepared, rows, items, *micro_batch):
         """Forward and backward. Returns (numerators, items, outputs, gradients)."""
@@ -193,6 +220,17 @@ class Measure(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
+    def copy(self, number: int) -> Measure:
+        """The measure on a copy of the network, which draws other random numbers; the first is the network itself."""
+        options, weights = self._made_with
+        first = number * (1 + self.number)
+        network = with_other_seeds(self.network, first) if number else self.network
+        with gradients_allowed():
+            copied = Measure(options, network, weights, self.counted)
+            if self.several:
+                copied.run_alone_on([with_other_seeds(network, first + 1 + term) for term in range(self.number)])
+        return copied
+
     @property
     def network_of_rows(self) -> nn.Cell | None:
         """The network whose outputs are joined."""
@@ -201,3 +239,6 @@ class Measure(nn.Cell):
     def check_shapes(self, shapes: Sequence[tuple[int, ...] | None], rows: int) -> None:
         """Check the shapes of its outputs for `rows` samples."""
         check_aux(shapes, self.ratio, rows)
+
+    def check_plan(self, plan: micro_batches.SplitPlan) -> None:
+        """Before a batch, which may differ between ranks."""

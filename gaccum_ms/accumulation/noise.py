@@ -28,10 +28,11 @@ class NoiseRecord(nn.Cell):
     def __init__(self, grad_reducer: nn.Cell | None, factor: float = 1.0) -> None:
         super().__init__(auto_prefix=False)
         self.ranks_weigh_the_same = grad_reducer is not None
-        self.ranks, self.means = 1, False
+        self.ranks = self.divided = 1
         if isinstance(grad_reducer, FusedReducer):
-            self.ranks, self.means = grad_reducer.degree, grad_reducer.mean
-            factor = 1.0 if self.means else float(self.ranks)
+            self.ranks = grad_reducer.degree
+            self.divided = self.ranks if grad_reducer.mean else 1  # what it divides sums by
+            factor = self.ranks / self.divided
         self.factor = factor
         self.estimate = NoiseEstimate()  # of the windows that WindowRecorder has seen
         # Of this rank's open window, without loss scale.
@@ -70,17 +71,11 @@ class NoiseRecord(nn.Cell):
     def read(self, grad_norm: float, scale: float = 1.0) -> WindowNoise:
         """The last window's gradients. `grad_norm` : the norm of the window's. `scale` : a factor of gradients that
         this norm lacks."""
-        squares, micro_batches, added, last = map(float, self.noise_sums.asnumpy())
+        squares, micro_batches, added, items = (float(value) * self.divided for value in self.noise_sums.asnumpy())
         if self.ranks_weigh_the_same:
-            if self.means:  # the reducer has divided by the ranks
-                squares, micro_batches, added, last = (
-                    value * self.ranks for value in (squares, micro_batches, added, last)
-                )
-            items = self.ranks**2 / last
-        else:
-            items = last
-            if not math.isclose(added, items, rel_tol=1e-5):  # a part was added before noise was recorded
-                squares = math.nan
+            items = self.ranks**2 / items
+        elif not math.isclose(added, items, rel_tol=1e-5):  # a part was added before noise was recorded
+            squares = math.nan
         squares *= (self.factor / scale) ** 2
         # Shares are float32; rounding gives 256 items, and not 255.99999.
         return WindowNoise(squares, micro_batches, added, grad_norm**2, float(f"{items:.6g}"))

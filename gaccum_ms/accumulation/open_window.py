@@ -14,13 +14,17 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.saturation import read_flag, saturates
-from gaccum_ms.accumulation.sums import BATCHES, SUMS
 from gaccum_ms.backend.parameters import counter, overwrite, state_parameter
 from gaccum_ms.backend.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from gaccum_ms.accumulation.accumulators import GradientSums
     from gaccum_ms.accumulation.noise import NoiseRecord
+
+# The positions in `sums` : a loop adds up losses (times their seeds), counts, and dropped micro-batches.
+LOSS, COUNT, DROPPED = 0, 1, 2
+SUMS = 3  # how many these are
+BATCHES = SUMS  # behind them, in `window_sums` alone: the batches that were added
 
 
 class OpenWindow(nn.Cell):
@@ -41,7 +45,7 @@ class OpenWindow(nn.Cell):
         # The seed of one item, its factor in accumulators and loss. It is constant over a window, even if batch sizes
         # or the loss scale change; 0 before anything was counted.
         self.window_unit = state_parameter("window_unit")
-        self.window_sums = state_parameter("window_sums", (SUMS + 1,))  # and, last, batches that were added
+        self.window_sums = state_parameter("window_sums", (SUMS + 1,))
         self.batch_items = state_parameter("batch_items")  # the last batch's count, NaN if it was bad
         if saturates():  # the device's flag is not enough: other code may clear or set it between two batches
             self.saturated_batches = state_parameter("saturated_batches", (1,))
@@ -71,17 +75,16 @@ class OpenWindow(nn.Cell):
         unit = ops.select(ops.logical_and(unit == 0, expected > 0), new_unit, unit)
         return ops.depend(unit, ops.assign(self.window_unit, unit))
 
-    def after_micro_batch(self, sums):
-        """For a batch that Python cuts: other code may clear the device's flag between two micro-batches."""
+    def with_saturation_noted(self, after):
+        """Note the device's flag, at the end of a batch, or of a micro-batch that Python cuts. Returns `after` ."""
         if saturates():
-            sums = ops.depend(sums, ops.assign_add(self.saturated_batches, read_flag(sums)))
-        return sums
+            after = ops.depend(after, ops.assign_add(self.saturated_batches, read_flag(after)))
+        return after
 
     def end_batch(self, sums, count):
         """Keep a batch's sums (loss, count, dropped micro-batches), once all of its gradients are added."""
+        sums = self.with_saturation_noted(sums)
         ended = ops.assign(self.window_sums, self.window_sums + ops.concat((sums, ops.ones((1,), ms.float32))))
-        if saturates():
-            ended = ops.depend(ended, ops.assign_add(self.saturated_batches, read_flag(sums)))
         return ops.assign(self.batch_items, ops.depend(count, ended))
 
     def is_complete(self, after):
@@ -93,8 +96,7 @@ class OpenWindow(nn.Cell):
         """The window's sums, once `after` is computed."""
         sums = ops.depend(self.window_sums, after) + 0.0
         # Not sums[BATCHES]: after two interrupted eager gradients, MindSpore accepts no int as an index.
-        sums = ops.depend(sums, ops.assign(self.window_batches, ops.unstack(sums)[BATCHES]))
-        return sums[:SUMS]
+        return ops.depend(sums, ops.assign(self.window_batches, ops.unstack(sums)[BATCHES]))
 
     def reset(self, after):
         """Empty the window, once `after` is computed."""
@@ -141,19 +143,17 @@ class OpenWindow(nn.Cell):
         if began_no_batch:
             return
         before = self.batches - 1
-        self.reset_eagerly()
-        if before > 0:
-            self._warn_of(f"a batch failed half-way, and with it the {before} batch(es) before it in its window")
+        self._drop(before, f"a batch failed half-way, and with it the {before} batch(es) before it in its window")
 
     def drop_used(self) -> None:
         """Drop the window after its flush failed, when the optimizer may have written: no update must repeat it."""
         used = self.batches
-        self.reset_eagerly()
-        if used > 0:
-            self._warn_of(f"a flush failed when the optimizer may have written, and the {used} batch(es) of its window")
+        self._drop(used, f"a flush failed when the optimizer may have written, and the {used} batch(es) of its window")
 
-    def _warn_of(self, dropped: str) -> None:
-        warn_user(f"For '{self.owner}', {dropped} were dropped. The next batch begins a new window.")
+    def _drop(self, batches: int, dropped: str) -> None:
+        self.reset_eagerly()
+        if batches > 0:
+            warn_user(f"For '{self.owner}', {dropped} were dropped. The next batch begins a new window.")
 
     def reset_eagerly(self) -> None:
         """Empty the window."""

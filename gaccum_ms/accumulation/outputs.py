@@ -15,14 +15,6 @@ from mindspore.ops.functional import typeof
 
 from gaccum_ms.checks.batches import lacks_rows
 
-_WANTED = {
-    (True, False): "(numerator, denominator)",
-    (False, True): "(loss, *aux)",
-    (True, True): "(numerator, denominator, *aux)",
-}
-_OUTPUT = "each of 'aux' has the micro-batch's samples on axis 0, or shape ()"
-_REMEDY = "Return a mean of shape (), or an entry for each sample; ops.swapaxes brings samples to axis 0."
-
 
 def kinds_and_shapes(values):
     """The type of each, and the shape of each that is a Tensor, else None. A comprehension would take the compiler
@@ -40,9 +32,10 @@ def _check_outputs(kinds, shapes, ratio, aux, rows):
     """`rows` : the micro-batch's number of samples; None if it is open."""
     first_aux = 1 + ratio
     options, wanted = _wanted(ratio, aux)
-    if kinds is None or len(kinds) < first_aux + aux or (len(kinds) > first_aux and not aux):
-        got = "one output" if kinds is None else f"a tuple of {len(kinds)}"
-        raise ValueError(f"{wanted}, a tuple, but got {got}. Return such a tuple, or leave {options} out.")
+    if len(kinds) < first_aux + aux or (len(kinds) > first_aux and not aux):
+        raise ValueError(
+            f"{wanted}, a tuple, but got {len(kinds)} output(s). Return such a tuple, or leave {options} out."
+        )
     if ratio:
         is_number = type(kinds[1]).__name__ in ("Int", "UInt", "Float")
         if shapes[0] != () or not (is_number or shapes[1] == ()):
@@ -64,16 +57,15 @@ def _check_outputs(kinds, shapes, ratio, aux, rows):
 def _check_rows(wanted: str, position: int, shape: tuple[int | None, ...], rows: int | None) -> None:
     if shape and lacks_rows(shape, rows):
         raise ValueError(
-            f"{wanted}, where {_OUTPUT}, but output {position} got shape {shape} for {rows} sample(s). {_REMEDY}"
+            f"{wanted}, where each of 'aux' has the micro-batch's samples on axis 0, or shape (), but output "
+            f"{position} got shape {shape} for {rows} sample(s). Return a mean of shape (), or an entry for each "
+            f"sample; ops.swapaxes brings samples to axis 0."
         )
 
 
 def check_outputs(outputs, ratio, aux, rows):
     """Check, when compiled, what a network returned for `rows` samples; None: nobody knows how many."""
-    kinds = None
-    shapes = None
-    if isinstance(outputs, (tuple, list)):
-        kinds, shapes = kinds_and_shapes(outputs)
+    kinds, shapes = kinds_and_shapes(outputs if isinstance(outputs, (tuple, list)) else (outputs,))
     _check_outputs(kinds, shapes, ratio, aux, None if isinstance(rows, ms.Tensor) else rows)
 
 
@@ -87,5 +79,6 @@ def check_aux(shapes: Sequence[tuple[int, ...] | None], ratio: bool, rows: int) 
 
 def _wanted(ratio: bool, aux: bool) -> tuple[str, str]:
     """The options, and what they need."""
-    options = "reduction='ratio'" * ratio + " and " * (ratio and aux) + "aux=True" * aux
-    return options, f"For 'GradAccumulationCell', with {options} the network must return {_WANTED[ratio, aux]}"
+    options = " and ".join(["reduction='ratio'"] * ratio + ["aux=True"] * aux)
+    outputs = ", ".join(["numerator, denominator" if ratio else "loss"] + ["*aux"] * aux)
+    return options, f"For 'GradAccumulationCell', with {options} the network must return ({outputs})"

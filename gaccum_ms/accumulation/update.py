@@ -1,5 +1,8 @@
 """The end of a window: what is done once per update, after the reduction over ranks. The head of step.py has the order,
 and the rules of compiled code.
+
+The loss scale multiplies the seed of each micro-batch's backward and is divided out here. The reduced gradient is
+checked for overflow: a NaN or infinity of one rank is then on all ranks, so they agree without further communication.
 """
 
 from __future__ import annotations
@@ -10,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from gaccum_ms.accumulation.loss_scale import check_scale, scale_parameter
 from gaccum_ms.accumulation.saturation import clear_flag, read_flag, saturates
 from gaccum_ms.backend import graphs
-from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, state_parameter
+from gaccum_ms.backend.parameters import counter, hold_weights, overwrite, own, state_parameter
 from gaccum_ms.cpu.kernels import all_finite
 from gaccum_ms.layers.window_batchnorm import window_statistics
 from gaccum_ms.options import compatibility
@@ -45,16 +47,29 @@ def _as_float32_one(gradient):
     return _cast(gradient, ms.float32)
 
 
-def _loss_alone(loss, overflow, scale, outputs):
-    return loss
+def _check_scale(owner: str, value: ms.Tensor) -> None:
+    if not 0 < float(value.asnumpy().reshape(())) < float("inf"):
+        raise ValueError(f"For '{owner}', the argument 'scale_sense' must be positive and finite, but got {value}.")
 
 
-def _with_outputs(loss, overflow, scale, outputs):
-    return (loss, *outputs)
-
-
-def _with_scale(loss, overflow, scale, outputs):
-    return (loss, overflow, scale, *outputs)
+def _scale_parameter(owner: str, scale_sense: nn.Cell | ms.Tensor) -> tuple[ms.Parameter, nn.Cell | None]:
+    """The scale as a Parameter, and the manager Cell that adjusts it, as `nn.TrainOneStepWithLossScaleCell` takes
+    them."""
+    manager = scale_sense if isinstance(scale_sense, nn.Cell) else None
+    if manager is not None:
+        value = ms.Tensor(manager.get_loss_scale(), ms.float32)
+    elif isinstance(scale_sense, ms.Tensor):
+        value = scale_sense.astype(ms.float32)
+    else:
+        raise TypeError(
+            f"For '{owner}', the argument 'scale_sense' must be a Cell or a Tensor, but got {scale_sense!r} of type "
+            f"'{type(scale_sense).__name__}'. Give mindspore.Tensor(1024.0, mindspore.float32) for a fixed scale; for "
+            f"one that is adjusted nn.DynamicLossScaleUpdateCell(...), or a LossScaleManager's get_update_cell()."
+        )
+    if value.shape not in ((), (1,)):
+        raise ValueError(f"For '{owner}', the shape of 'scale_sense' must be () or (1,), but got {value.shape}.")
+    _check_scale(owner, value)
+    return ms.Parameter(value, name=own("scale_sense"), requires_grad=False), manager
 
 
 class Update(nn.Cell):
@@ -98,13 +113,10 @@ class Update(nn.Cell):
         self.looks_for_overflow = self.scaled or self.drops
         self.manager: Any = None
         if scale_sense is not None:
-            self.scale_sense, self.manager = scale_parameter(owner, scale_sense)
-        # What the step returns for a batch, compiled or not.
-        self.returned = _with_scale if self.scaled else _with_outputs if options.aux else _loss_alone
-        statistics = window_statistics(network) if network is not None else None
-        self.has_statistics = statistics is not None
-        if statistics is not None:
-            self.statistics = statistics
+            self.scale_sense, self.manager = _scale_parameter(owner, scale_sense)
+        self.returns_more = self.scaled or options.aux  # than the loss
+        self.statistics: Any = window_statistics(network) if network is not None else None
+        self.has_statistics = self.statistics is not None
         if self.has_norm:
             self.grad_norm = state_parameter("grad_norm")
         # If the norm is finite, the gradients are, and stay so in float32: they need no second check.
@@ -125,6 +137,12 @@ class Update(nn.Cell):
             return self.scale_sense.reshape(()) + 0.0  # a copy: the manager later overwrites the Parameter
         return ms.Tensor(self.sens, ms.float32)
 
+    def returned(self, loss, overflow, scale, outputs):
+        """What the step returns for a batch, compiled or not."""
+        if not self.returns_more:
+            return loss
+        return (loss, overflow, scale, *outputs) if self.scaled else (loss, *outputs)
+
     @property
     def user_scale(self) -> float:
         """The part of `scale_in_gradients` that is in the user's loss already."""
@@ -135,27 +153,9 @@ class Update(nn.Cell):
         """The transforms, without clipping at the front."""
         return tuple(self.transforms.links) if self.has_transforms else ()
 
-    @property
-    def names_of_links(self) -> tuple[str, ...]:
-        """How errors call them."""
-        return self.transforms.names if self.has_transforms else ()
-
-    def begin_anew(self) -> None:
-        """Reset the transforms' state, before a checkpoint is loaded."""
-        for link in self.links:
-            link.begin_anew()
-
-    def take_window(self, window: nn.Cell) -> None:
-        """End this window from now on. Call it before anything is compiled."""
-        self.window = window
-
     def leave_scale_to_optimizer(self, scale: float) -> None:
         """Leave a scale in the gradients; an optimizer with ``loss_scale`` divides by it."""
         self.sens = self.scale_in_gradients = scale
-
-    def update_in_spite_of_overflow(self) -> None:
-        """Update even if the gradient is not finite, with a fixed loss scale: some packages have this option."""
-        self.looks_for_overflow = False
 
     def set_scale(self, scale: ms.Tensor) -> None:
         """Set the loss scale, outside of a graph."""
@@ -164,7 +164,7 @@ class Update(nn.Cell):
                 f"For '{self.owner}', 'set_sense_scale' needs that 'scale_sense' was given, and a Tensor of its shape, "
                 f"but got {scale!r}."
             )
-        check_scale(self.owner, scale)
+        _check_scale(self.owner, scale)
         overwrite(self.scale_sense, scale.astype(ms.float32))
 
     def construct(self, gradients, divisor, loss, counted):

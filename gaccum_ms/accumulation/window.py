@@ -25,9 +25,9 @@ import numpy as np
 from mindspore import nn, ops
 
 from gaccum_ms.accumulation.copies import Copies
-from gaccum_ms.accumulation.forward_alone import shapes_if_taken
-from gaccum_ms.accumulation.sums import COUNT, LOSS, SUMS
+from gaccum_ms.accumulation.open_window import COUNT, LOSS, SUMS
 from gaccum_ms.backend.parameters import expose_records
+from gaccum_ms.backend.without_effect import shapes_if_taken
 from gaccum_ms.layers.batchnorm import trains_batch_norm
 from gaccum_ms.options.options import Options
 from gaccum_ms.splitting import micro_batches
@@ -64,15 +64,9 @@ class _LeastSamples:
 class Window(nn.Cell):
     """The loop over micro-batches, and what surrounds it."""
 
-    def __init__(
-        self,
-        options: Options,
-        measure: nn.Cell,
-        ledger: Ledger,
-        copies: Copies | None = None,
-    ) -> None:
+    def __init__(self, options: Options, measure: nn.Cell, ledger: Ledger) -> None:
         super().__init__(auto_prefix=False)
-        self.copies = copies or Copies()
+        self.copies = Copies()
         self._begin_copies = ops.constexpr(self.copies.begin, check=False)
         self.micro_size = options.micro_size
         self.shared, self.axis = options.shared, options.axis
@@ -82,7 +76,6 @@ class Window(nn.Cell):
         self.least = ops.constexpr(self._least.read)
         self.ledger = ledger
         self.store = ledger.store
-        self._check_plan = getattr(measure, "check_plan", None)
         self._outputs_are_checked = False
         self.spans_batches = ledger.spans_batches
         if ledger.spans_batches:
@@ -92,10 +85,7 @@ class Window(nn.Cell):
         # Whether the sums of a batch with a bad count are in its window.
         self.adds_bad_batches = options.returns_ratio or options.aux
         self.has_outputs = options.aux
-        self.records_noise = options.record_noise
-        if options.record_noise:
-            self.noise = ledger.noise
-        expose_records(self, ledger, ledger.noise if options.record_noise else None)
+        expose_records(self, ledger)
 
     def __getattr__(self, name: str) -> Any:
         """At each compilation, `measure_of_first` , `measure_of_loop` and `measure_of_rest` : see copies.py."""
@@ -109,21 +99,17 @@ class Window(nn.Cell):
         """A window of one batch. Returns (the gradients, reduced over ranks; their divisor; the loss; whether anything
         was counted), and the outputs beside the loss."""
         plan = self.plan(inputs)
-        unit = self.begin(inputs, plan, scale)
+        unit = self.ledger.begin(scale, self.measure.total(inputs, plan))
         if plan[micro_batches.WHOLE] and not self.ledger.may_skip:
             return self.run_whole(inputs, plan, scale, unit)
         sums, outputs = self.add_up(inputs, plan, scale, unit)
-        return self.close(sums, unit, scale), outputs
+        return self.ledger.close(self.store.read(sums), sums, unit, scale), outputs
 
     def plan(self, inputs):
         """Where the batch is cut."""
         self._begin_copies()
         size, number = self.micro_batch_size, self.micro_size
         return micro_batches.graph_plan(inputs, number, size, self.shared, self.axis, self.least())
-
-    def begin(self, inputs, plan, scale):
-        """The unit of a window of one batch."""
-        return self.ledger.begin(scale, self.measure.total(inputs, plan))
 
     def run_whole(self, inputs, plan, scale, unit):
         """`run` for a batch that is one micro-batch, whose gradients need no accumulators. A method, because the
@@ -132,10 +118,6 @@ class Window(nn.Cell):
         numerators, items, outputs, gradients = self.measure_of_loop.run(unit, (), size, size, *inputs)
         sums = self.ledger.noted(unit, numerators, items, gradients)
         return self.ledger.close(gradients, sums, unit, scale), self.means(outputs, sums, scale, unit)
-
-    def close(self, sums, unit, scale):
-        """The end of a window of one batch."""
-        return self.ledger.close(self.store.read(sums), sums, unit, scale)
 
     def add_batch(self, inputs, scale):
         """One batch of several; returns its mean loss on this rank, and its outputs."""
@@ -156,13 +138,13 @@ class Window(nn.Cell):
         """One micro-batch of a batch that Python cuts. `times` : how often the batch is expected to have this
         micro-batch's items; 4.0 for one of four equal ones. `sums` : the batch's sums so far, then its items. Returns
         the new `sums` , the batch's mean loss so far, and the outputs."""
-        items = self.measure.counting.of(*micro_batch)
+        items = self.measure.count(*micro_batch)
         unit = self.open.unit(scale, self.ledger.expected(items) * times, self.open.window_steps + 0)
         rows = micro_batch[0].shape[0] if micro_batch[0].ndim > 0 else 1
         part = self.enter(self.measure_of_loop, unit, rows, *micro_batch)
         row = part[0]
         items = ops.unstack(row)[COUNT] if self.ratio else items
-        sums = self.open.after_micro_batch(sums + ops.concat((row, items.reshape((1,)))))
+        sums = self.open.with_saturation_noted(sums + ops.concat((row, items.reshape((1,)))))
         mean = self.ledger.own_mean(ops.unstack(sums)[LOSS], sums[:SUMS], unit, scale)
         return (sums, mean, *part[1:])
 
@@ -190,20 +172,18 @@ class Window(nn.Cell):
 
     def enter(self, measure, unit, rows, *micro_batch):
         """A micro-batch outside of a loop, which may be left out; returns its row, and its outputs."""
-        if self.has_outputs:
-            return self.enter_with_outputs(measure, unit, rows, *micro_batch)
-        if not self.ledger.leaves_out:
-            return (self.add(measure, unit, (), rows, *micro_batch),)
+        if not self.ledger.may_not_run:
+            return self.enter_when_it_ran(measure, unit, rows, *micro_batch)
         whole = micro_batches.plan_of_whole(rows, len(micro_batch))
         return (self.add_some(measure, self.ledger.zero_sums(), micro_batch, whole, 0, unit),)
 
-    def enter_with_outputs(self, measure, unit, rows, *micro_batch):
+    def enter_when_it_ran(self, measure, unit, rows, *micro_batch):
         items = measure.items(rows, *micro_batch)
         numerators, items, outputs, gradients = measure.run(unit, (), rows, items, *micro_batch)
         if not self.ledger.judges:
             return (self.ledger.added(unit, numerators, items, gradients), *outputs)
         belongs = self.ledger.belongs(numerators, items)
-        row = self.ledger.rejected(belongs, items)
+        row = self.ledger.left_out(belongs, items)
         takes = self.ledger.takes(belongs, numerators, gradients)
         while takes:
             row = self.ledger.added(unit, numerators, items, gradients)
@@ -211,7 +191,7 @@ class Window(nn.Cell):
         return (row, *self.ledger.outputs_of(outputs, row, belongs))
 
     # In the loops below an inner loop runs once or not at all: see the rules at the head of step.py. It must be in the
-    # same function as the loop, so `add_judged` cannot call `enter_with_outputs` .
+    # same function as the loop, so `add_judged` cannot call `enter_when_it_ran` .
 
     def add_some(self, measure, sums, inputs, plan, start, unit):
         """The micro-batches from sample `start` on, of which some may be left out; returns the new sums."""
@@ -226,14 +206,15 @@ class Window(nn.Cell):
             rows = micro_batches.rows_from(state[0], plan)
             micro_batch = micro_batches.take(inputs, state[0], rows, plan[micro_batches.AXES])
             items = measure.items(rows, *micro_batch)
-            row = self.ledger.left_out(items)
-            runs = self.ledger.runs(items)
-            while runs:
+            belongs = self.ledger.belongs((), items)
+            row = self.ledger.left_out(belongs, items)
+            takes = self.ledger.takes(belongs, (), ())
+            while takes:
                 numerators, counted, _, gradients = measure.run(unit, (), rows, items, *micro_batch)
                 row = self.ledger.added(unit, numerators, counted, gradients)
-                runs = ms.Tensor(False)
+                takes = ms.Tensor(False)
             for term in range(self.ledger.terms):
-                alone = self.ledger.runs_alone(term, self.ledger.belongs((), items))
+                alone = self.ledger.runs_alone(term, belongs)
                 while alone:
                     part, gradients_alone = measure.run_alone(term, unit, items, *micro_batch)
                     row = row + ops.depend(part, self.store.add(gradients_alone))
@@ -249,7 +230,7 @@ class Window(nn.Cell):
             items = measure.items(rows, *micro_batch)
             numerators, items, outputs, gradients = measure.run(unit, (), rows, items, *micro_batch)
             belongs = self.ledger.belongs(numerators, items)
-            row = self.ledger.rejected(belongs, items)
+            row = self.ledger.left_out(belongs, items)
             takes = self.ledger.takes(belongs, numerators, gradients)
             while takes:
                 row = self.ledger.added(unit, numerators, items, gradients)
@@ -271,7 +252,7 @@ class Window(nn.Cell):
         # first micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
         start = ms.Tensor(0, ms.int32)
         micro_batch = micro_batches.take(inputs, start, size, axes)
-        first = self.enter_with_outputs(self.measure_of_first, unit, size, *micro_batch)
+        first = self.enter_when_it_ran(self.measure_of_first, unit, size, *micro_batch)
         # Each output is as long as the batch, with the first micro-batch's rows at its end. An iteration appends its
         # rows and removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a
         # tuple of equal shapes that a loop carries.
@@ -289,11 +270,11 @@ class Window(nn.Cell):
                 while state[0] < looped:
                     rows = micro_batches.rows_from(state[0], plan)
                     micro_batch = micro_batches.take(inputs, state[0], rows, axes)
-                    part = self.enter_with_outputs(of_loop, unit, rows, *micro_batch)
+                    part = self.enter_when_it_ran(of_loop, unit, rows, *micro_batch)
                     state = micro_batches.following(state, part, rows)
         if rest > 0:
             micro_batch = micro_batches.take_rest(inputs, looped, axes)
-            part = self.enter_with_outputs(self.measure_of_rest, unit, rest, *micro_batch)
+            part = self.enter_when_it_ran(self.measure_of_rest, unit, rest, *micro_batch)
             state = micro_batches.following(state, part, rest)
         return state[1], state[2:]
 
@@ -309,36 +290,21 @@ class Window(nn.Cell):
 
     # -- not compiled --------------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self) -> None:
-        """Before Python runs `add_micro_batch` , which plans nothing."""
-        self.copies.begin()
-
     def plan_in_python(self, shapes: Sequence[tuple[int, ...]]) -> micro_batches.SplitPlan:
         """Where a batch with inputs of these shapes is cut."""
         arguments = shapes, self.micro_size, self.micro_batch_size, self.shared, self.axis
         self._least.judge(micro_batches.plan_split(*arguments).size)
         return micro_batches.plan_split(*arguments, self._least.read())
 
-    def cut_into(self, micro_batch_size: int) -> None:
-        """Set the number of samples in a micro-batch, for graphs that are not compiled yet."""
-        self.micro_batch_size = micro_batch_size
-
-    def check_plan(self, plan: micro_batches.SplitPlan) -> None:
-        """Before a batch: check what must be equal on all ranks. A collective, if they share one loss."""
-        if self._check_plan is not None:
-            self._check_plan(plan)
-
     def check_outputs(
         self, inputs: Sequence[ms.Tensor], plan: micro_batches.SplitPlan, weights: Sequence[ms.Parameter]
     ) -> None:
         """Before the first batch: check what the network returns beside its loss at another number of samples than a
         micro-batch has, so that none fits by chance."""
-        if self._outputs_are_checked:
+        network = self.measure.network_of_rows
+        if self._outputs_are_checked or network is None:
             return
         self._outputs_are_checked = True
-        network = self.measure.network_of_rows
-        if network is None:
-            return
         finds_size = self.micro_size is None and self.micro_batch_size is None
         rows = 1 + (2 if finds_size else plan.size)
         places = np.arange(rows) % plan.samples  # from the first one anew where there are fewer

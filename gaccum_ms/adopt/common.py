@@ -76,7 +76,7 @@ def build(
     options["transforms"] = (*own, *links)
     step = kind(GradAccumulationCell(network, **options), optimizer, scale_sense)
     if not drop_overflow_update:
-        step.update.update_in_spite_of_overflow()
+        step.update.looks_for_overflow = False
     return step
 
 

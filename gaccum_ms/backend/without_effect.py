@@ -37,14 +37,13 @@ class CannotPutBack(Exception):
 def without_effect(
     function: Callable[..., Any],
     networks: Sequence[nn.Cell],
-    in_evaluation: Iterable[nn.Cell],
-    writes: Callable[[], bool],
+    left_out: Sequence[ms.Parameter],
+    in_evaluation: Iterable[nn.Cell] = (),
 ) -> Iterator[Callable[[], None]]:
     """Within it, the function may be called, or the network that it is; it yields a function that puts back what
-    `construct` wrote. `networks` : those that it calls; `in_evaluation` : Cells that have evaluation mode meanwhile;
-    `writes` : whether code of the networks writes Parameters, which is asked where these are too large to be copied."""
+    `construct` wrote. `networks` : those that it calls; `left_out` : Parameters that it does not write, which are not
+    copied; `in_evaluation` : Cells that have evaluation mode meanwhile."""
     cells = list({id(cell): cell for network in networks for _, cell in held_cells(network)}.values())
-    left_out = _not_copied(networks, writes)
     before = Snapshot(*networks, leave_out=left_out)
     outside = StateOutside(function, {*before.parameters, *before.tensors, *map(id, left_out)})
     if outside.takes_next:
@@ -87,10 +86,37 @@ def without_effect(
         ms.set_rng_state(before.generator)
 
 
-def _not_copied(networks: Sequence[nn.Cell], writes: Callable[[], bool]) -> Sequence[ms.Parameter]:
+def too_large_to_copy(networks: Sequence[nn.Cell], writes: Callable[[], bool]) -> Sequence[ms.Parameter]:
+    """All Parameters, if they are too large to copy. `writes` : whether code of the networks writes Parameters."""
     parameters = {id(parameter): parameter for network in networks for parameter in network.get_parameters()}
     if sum(parameter.nbytes for parameter in parameters.values()) <= _MOST_COPIED:
         return ()
     if writes():
         raise CannotPutBack(f"it writes Parameters, of which more than {_MOST_COPIED >> 20} MB would have to be copied")
     return tuple(parameters.values())
+
+
+def outputs_of(network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[ms.Parameter]) -> tuple[Any, ...]:
+    """What the network returns. `weights` : what forward does not write."""
+    with without_effect(network, (network,), weights):
+        outputs = network(*inputs)
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def shapes_of(
+    network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[ms.Parameter]
+) -> list[tuple[int, ...] | None]:
+    """The shapes of what the network returns; None for what is no Tensor."""
+    outputs = outputs_of(network, inputs, weights)
+    return [output.shape if isinstance(output, ms.Tensor) else None for output in outputs]
+
+
+def shapes_if_taken(
+    network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[ms.Parameter]
+) -> list[tuple[int, ...] | None] | None:
+    """The same; None of a network that does not take these inputs, such as one with a reshape to one number of
+    samples."""
+    try:
+        return shapes_of(network, inputs, weights)
+    except Exception:
+        return None

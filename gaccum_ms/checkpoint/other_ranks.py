@@ -20,7 +20,7 @@ import mindspore as ms
 import numpy as np
 
 from gaccum_ms.accumulation import accumulators
-from gaccum_ms.accumulation.sums import BATCHES, COUNT, LOSS
+from gaccum_ms.accumulation.open_window import BATCHES, COUNT, LOSS
 from gaccum_ms.backend.data_sets import EpochOfRank, epoch_of, samples_of_first_batch
 from gaccum_ms.backend.parameters import own
 from gaccum_ms.backend.user_warnings import warn_user

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from gaccum_ms.accumulation import accumulators
-from gaccum_ms.accumulation.sums import BATCHES, LOSS
+from gaccum_ms.accumulation.open_window import BATCHES, LOSS
 from gaccum_ms.backend.parameters import own
 
 Values = dict[str, np.ndarray]

@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.backend.noise_of_rows import ReachesOtherRanks, noise_of_rows
-from gaccum_ms.backend.without_effect import CannotPutBack, without_effect
+from gaccum_ms.backend.without_effect import CannotPutBack, too_large_to_copy, without_effect
 from gaccum_ms.distributed.ranks import group_size_or_1
 from gaccum_ms.layers.batchnorm import batch_norm_names, layers_with_statistics
 from gaccum_ms.layers.dropout import dropouts
@@ -149,8 +149,9 @@ class FirstBatch:
 
     def _judged(self, batch: Batch, in_evaluation: Callable[[nn.Cell], Sequence[nn.Cell]]) -> Verdict:
         off = [cell for network in self._networks for cell in in_evaluation(network)]
+        left_out = too_large_to_copy(self._networks, self._writes_state)
         with (
-            without_effect(self._function, self._networks, off, self._writes_state) as put_back,
+            without_effect(self._function, self._networks, left_out, off) as put_back,
             noise_of_rows(group_size_or_1() > 1) as noise,
         ):
             if any(batch_norm_names(network, as_now=True) for network in self._networks):

@@ -58,8 +58,8 @@ class WindowNotes:
         records_noise = hasattr(step, "noise_sums")
         noise = None
         if records_noise and updated:
-            noise = step.window.noise.read(float(step.grad_norm.asnumpy()), step.update.user_scale)
-            step.window.noise.estimate.add(noise)
+            noise = step.window.ledger.noise.read(float(step.grad_norm.asnumpy()), step.update.user_scale)
+            step.window.ledger.noise.estimate.add(noise)
         if self.rate is None:  # read late, because callbacks may have set it since the batch's beginning
             self.rate = current_learning_rate(step.optimizer, updates_ago=int(updated))
         return WindowRecord(
@@ -74,7 +74,7 @@ class WindowNotes:
             loss_terms=None if terms is None else tuple(terms),
             dropped_micro_batches=int(number(step, "dropped_micro_batches") or 0),
             grad_norm=grad_norm,
-            noise_scale=step.window.noise.estimate.noise_scale if records_noise else None,
+            noise_scale=step.window.ledger.noise.estimate.noise_scale if records_noise else None,
             loss_scale=self.loss_scale,
             learning_rate=self.rate,
             seconds=self.seconds,

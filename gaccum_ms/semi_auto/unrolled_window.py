@@ -17,9 +17,8 @@ from mindspore import nn, ops
 
 from gaccum_ms import backend
 from gaccum_ms.accumulation.accumulators import GradientSums, NoSums
-from gaccum_ms.accumulation.open_window import OpenWindow
+from gaccum_ms.accumulation.open_window import BATCHES, COUNT, LOSS, OpenWindow
 from gaccum_ms.accumulation.saturation import clear_flag, saturates
-from gaccum_ms.accumulation.sums import BATCHES, COUNT, LOSS
 from gaccum_ms.backend.parameters import expose_records, hold_weights, state_parameter
 from gaccum_ms.distributed.stages import owned_weights, stages
 from gaccum_ms.options.rules import Setup
@@ -108,9 +107,9 @@ class UnrolledWindow(nn.Cell):
         """Forward, backward and add for a batch that does not end its window; returns its mean loss, and outputs."""
         _, numerators, totals, outputs, gradients = self.backwards(inputs, self.open.window_unit + 0.0)
         loss, items = numerators[0], totals[0]
-        sums = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))  # in the order of sums.py
+        sums = stack((loss, items, ops.zeros_like(loss), ops.ones_like(loss)))  # in the order of open_window.py
         added = ops.assign_add(self.open.window_sums, ops.depend(sums, self.store.read(gradients)))
-        added = self.open.after_micro_batch(ops.depend(added, ops.assign(self.open.batch_items, items)))
+        added = self.open.with_saturation_noted(ops.depend(added, ops.assign(self.open.batch_items, items)))
         means, _, _ = self.measure.divided(numerators, items)
         return ops.depend(means[0], added), self.joined(outputs, means[1:])
 

@@ -5,7 +5,7 @@ scale keeps outside of Parameters. It is found before the update is compiled.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import mindspore as ms
@@ -37,8 +37,9 @@ def lost_state(update: Update) -> str | None:
     optimizer = without_shards(update.optimizer)
     own = tuple(optimizer.parameters)
     roots = [Root(type(optimizer).__name__, optimizer, lambda size: optimizer(_gradients(own, size, keep=True)))]
-    for name, link in zip(update.names_of_links, update.links, strict=True):
-        roots.append(Root(name, link, functools.partial(_run_link, link, weights)))
+    if update.has_transforms:
+        for name, link in zip(update.transforms.names, update.links, strict=True):
+            roots.append(Root(name, link, functools.partial(_run_link, link, weights)))
     if update.manager is not None:
         manager, scale = update.manager, update.scale_sense
         name = type(manager).__name__
@@ -47,17 +48,13 @@ def lost_state(update: Update) -> str | None:
     return first_of(written) if written else None
 
 
-def refusal(owner: str, state: str | None) -> Callable[[], None]:
-    """A function that refuses to compile it, if there is any."""
-
-    def refuse() -> None:
-        if state is not None:
-            raise ValueError(
-                f"For '{owner}', {_RULE}, but got code that writes {state}. {_REMEDY}; or run it eagerly, in PyNative "
-                f"mode with jit=False."
-            )
-
-    return refuse
+def refuse_lost_state(owner: str, state: str | None) -> None:
+    """Refuse to compile it, if there is any."""
+    if state is not None:
+        raise ValueError(
+            f"For '{owner}', {_RULE}, but got code that writes {state}. {_REMEDY}; or run it eagerly, in PyNative mode "
+            f"with jit=False."
+        )
 
 
 def warn_of_lost_state(owner: str, state: str) -> None:

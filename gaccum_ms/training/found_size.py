@@ -111,9 +111,10 @@ class FoundSize(Runner):
                 return added
             gc.collect()  # frees what the failed try held, its frames and the error included
             self._put_back()
-            size, samples = self.runner.size_for(batch), batch.inputs[0].shape[self._cell.first_axis]
+            size: Any = self.runner.size
+            samples = batch.inputs[0].shape[self._cell.first_axis]
             if size <= self.runner.least:
-                self.runner.cut_into(self.runner.size or size)  # a graph that has failed does not run again
+                self.runner.cut_into(size)  # a graph that has failed does not run again
                 search.agreed_size(_NAME, 0, self._limit)  # raises, on all ranks
             self._shrink(max(-(-size // 2), self.runner.least), f"({failed}) for {samples} samples")
             batch = self.runner.prepare(tuple(batch.inputs))

@@ -1,7 +1,7 @@
 """GradAccumulator: accumulation for hand-written training loops, which compute their gradients themselves.
 
 The loop's batches are the micro-batches. Reduction, clipping, loss scaling and counts work as in the training step:
-both use open_window.py, reduction.py and update.py.
+both use open_window.py, ledger.py and update.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gaccum_ms.record.window_record import WindowRecord
 from gaccum_ms.training.admission import Scaling, accumulator_options, admit_weights, can_compile, refuse_graphs
 from gaccum_ms.training.advice import AdviceOfLoop, LossAdvice, proof_of_loop
 from gaccum_ms.training.bad_counts import NoCount
-from gaccum_ms.training.compiled_state import lost_state, refusal, warn_of_lost_state
+from gaccum_ms.training.compiled_state import lost_state, refuse_lost_state, warn_of_lost_state
 from gaccum_ms.training.gradients_of_batch import CallsOfFunctions, value_and_grad
 from gaccum_ms.training.lifecycle import Lifecycle
 from gaccum_ms.training.loop_records import LoopRecords
@@ -217,7 +217,7 @@ class GradAccumulator(nn.Cell):
         find_lost_state = functools.cache(functools.partial(lost_state, self.update))
         if not graphs.runs_eagerly(self._jit) and (state := find_lost_state()) is not None:
             if ms.get_context("mode") == ms.GRAPH_MODE:
-                refusal(_NAME, state)()
+                refuse_lost_state(_NAME, state)
             warn_of_lost_state(_NAME, state)
             self._jit = False
         self.end_window = WindowEnd(self.ledger, self.update, self._jit)
@@ -243,7 +243,7 @@ class GradAccumulator(nn.Cell):
         self._look = ops.constexpr(self._advice.look)
         self.has_scheduler = scheduler is not None
         self._refuse_caller = ops.constexpr(refuse_graphs)
-        self._refuse_lost_state = ops.constexpr(lambda: refusal(_NAME, find_lost_state())())
+        self._refuse_lost_state = ops.constexpr(lambda: refuse_lost_state(_NAME, find_lost_state()))
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)

@@ -74,21 +74,18 @@ def value_and_grad(
     value_and_gradients = ms.value_and_grad(function, None, weights, has_aux)
 
     def of_batch(*inputs: Any) -> tuple[Any, GradientsOfBatch]:
+        first = inputs[0] if inputs else None
         try:
-            return noted(*inputs)
+            if not isinstance(first, ms.Tensor) or not first.shape:
+                raise TypeError(
+                    f"For 'GradAccumulator', the first input of a function of 'value_and_grad' must be a Tensor whose "
+                    f"first axis is that of samples, but got {described(first)}. Use mindspore.value_and_grad, and "
+                    f"give the accumulator a 'count'."
+                )
+            value, gradients = value_and_gradients(*inputs)
         except BaseException:
             calls.take()
             raise
-
-    def noted(*inputs: Any) -> tuple[Any, GradientsOfBatch]:
-        first = inputs[0] if inputs else None
-        if not isinstance(first, ms.Tensor) or not first.shape:
-            raise TypeError(
-                f"For 'GradAccumulator', the first input of a function of 'value_and_grad' must be a Tensor whose "
-                f"first axis is that of samples, but got {described(first)}. Use mindspore.value_and_grad, and give "
-                f"the accumulator a 'count'."
-            )
-        value, gradients = value_and_gradients(*inputs)
         gradients = GradientsOfBatch(gradients)
         gradients.samples = first.shape[0]
         calls.note(first.shape[0], advice, inputs)

@@ -14,7 +14,7 @@ from gaccum_ms.backend.graphs import runs_eagerly
 from gaccum_ms.backend.newer_optimizers import list_rates, refuse_changed_settings, refuse_uncompiled, settings_of
 from gaccum_ms.backend.storage import keep_in_place, parameters_of
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer, whole_state
-from gaccum_ms.training.compiled_state import lost_state, refusal
+from gaccum_ms.training.compiled_state import lost_state, refuse_lost_state
 from gaccum_ms.transforms.weight_average import WeightAverage
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Lifecycle:
     def refuse_lost_state(self) -> None:
         """Before the update is compiled, once."""
         if self._may_lose_state and not runs_eagerly(self._jit):
-            refusal(self._record.owner, lost_state(self._update))()
+            refuse_lost_state(self._record.owner, lost_state(self._update))
             self._may_lose_state = False
 
     def keep_in_place(self, cell: nn.Cell) -> None:
@@ -108,5 +108,6 @@ class Lifecycle:
     def load(self, cell: nn.Cell, values: Mapping[str, np.ndarray]) -> None:
         """Load a checkpoint's values into the Parameters of `cell` , by name; `gaccum_ms.resume` has checked them."""
         with whole_state(self._update.optimizer):
-            self._update.begin_anew()
+            for link in self._update.links:
+                link.begin_anew()
             self._record.load(cell, values, self._open_window)

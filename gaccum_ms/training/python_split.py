@@ -21,12 +21,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
-from gaccum_ms.accumulation.forward_alone import outputs_of, shapes_if_taken, shapes_of
+from gaccum_ms.accumulation.open_window import SUMS
 from gaccum_ms.accumulation.outputs import check_aux
 from gaccum_ms.accumulation.saturation import clear_flag
-from gaccum_ms.accumulation.sums import SUMS
 from gaccum_ms.accumulation.update import OfWindow
 from gaccum_ms.backend.snapshot import as_numpy
+from gaccum_ms.backend.without_effect import outputs_of, shapes_if_taken, shapes_of
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.training.runner import Batch, Runner
 
@@ -87,10 +87,6 @@ class PythonSplit(Runner):
         """The smallest possible size."""
         return self.split.widths[-1] if self.split.widths else 1
 
-    def size_for(self, batch: Batch) -> int:
-        """The size that a batch is cut into."""
-        return self.split.max_tokens
-
     def cut_into(self, size: int) -> None:
         """Train with this size from now on."""
         self.split.cut_into(size)
@@ -144,7 +140,7 @@ class PythonSplit(Runner):
         sums, loss = ms.Tensor(np.zeros(SUMS + 1, np.float32)), None
         outputs = []
         for micro_batch, times in zip(micro_batches, self._times(micro_batches), strict=True):
-            self._components.window.begin_micro_batch()
+            self._components.window.copies.begin()  # `add_micro_batch` plans nothing
             sums, loss, *own_outputs = self._graph.run_alone(sums, ms.Tensor(times, ms.float32), *micro_batch)
             outputs.append(own_outputs)
         # Before the batch is in the window: an output that cannot be joined is an error without an update.

@@ -287,7 +287,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         self.spans_batches = True
         with auto_parallel.settings_of(self._outer[0]):
             self.window = self._make_window()
-            self.update.take_window(self.window.ledger)
+            self.update.window = self.window.ledger
             self._assemble()
 
     @property

@@ -27,7 +27,7 @@ class AddBatch(OfWindow):
             loss, outputs = self.window.add_batch(inputs, scale)
             return (loss, *outputs, scale)
         plan = self.window.plan(inputs)
-        unit = self.window.begin(inputs, plan, scale)
+        unit = self.window.ledger.begin(scale, self.window.measure.total(inputs, plan))
         sums, outputs = self.window.add_up(inputs, plan, scale, unit)
         return (sums, unit, *outputs, scale)
 
@@ -36,7 +36,8 @@ class EndBatch(OfWindow):
     """Updates after a batch, if each batch is a window. Returns the loss, and whether the window overflowed."""
 
     def construct(self, sums, unit, scale):
-        return self.update(*self.window.close(sums, unit, scale))
+        gradients = self.window.store.read(sums)
+        return self.update(*self.window.ledger.close(gradients, sums, unit, scale))
 
 
 class TwoGraphs(Runner):
@@ -55,14 +56,10 @@ class TwoGraphs(Runner):
         """Samples in a micro-batch."""
         return self._components.window.micro_batch_size
 
-    def size_for(self, batch: Batch) -> int:
-        """The size that a batch is cut into."""
-        return min(self._components.window.micro_batch_size, batch.inputs[0].shape[self._components.options.first_axis])
-
     def cut_into(self, size: int) -> None:
         """Train with this size from now on. Each size has its own Cell: the graphs of the old Cell, and their memory,
         are freed with it."""
-        self._components.window.cut_into(size)
+        self._components.window.micro_batch_size = size
         self._add = AddBatch(self._components.window, self._components.update, self._jit)
         gc.collect()
 

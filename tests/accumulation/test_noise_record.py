@@ -58,7 +58,7 @@ def cut(size, *arrays):
 
 
 def noise_of(step):
-    return np.array(step.window.noise.read(float(step.grad_norm.asnumpy())))
+    return np.array(step.window.ledger.noise.read(float(step.grad_norm.asnumpy())))
 
 
 def make_step(rate=0.0, mean=True, scale_sense=None, weight=WEIGHT, **options):

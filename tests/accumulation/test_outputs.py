@@ -83,7 +83,7 @@ def test_outputs_are_the_batchs_and_change_nothing(pynative):
 @pytest.mark.parametrize(
     ("made", "error", "got"),
     [
-        (lambda loss, errors: (loss,), ValueError, "a tuple, but got a tuple of 1. Return such"),
+        (lambda loss, errors: (loss,), ValueError, "a tuple, but got 1 output.*Return such"),
         (lambda loss, errors: (loss, errors[:1]), ValueError, r"output 1 got shape \(1,\) for 5 sample\(s\). Return"),
         (lambda loss, errors: (loss, (errors, errors)), TypeError, "is a Tensor, but output 1 got 'Tuple.*'. Return"),
     ],

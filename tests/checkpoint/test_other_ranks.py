@@ -14,7 +14,7 @@ from mindspore import Tensor, nn
 from mindspore.dataset import NumpySlicesDataset
 
 from gaccum_ms import GradAccumulator, resume
-from gaccum_ms.accumulation.sums import BATCHES, SUMS
+from gaccum_ms.accumulation.open_window import BATCHES, SUMS
 from gaccum_ms.backend.data_sets import epoch_of
 from gaccum_ms.backend.parameters import own
 from gaccum_ms.checkpoint.other_ranks import counted_here

@@ -104,7 +104,7 @@ class Returning(Masked):
         (lambda loss: 1.5, {}, TypeError, "the network must return .*, but got a number"),
         (lambda loss: loss.astype(ms.int32), {}, TypeError, "the network must return .*, but got Int32"),
         (lambda loss: loss, TWO, ValueError, r"must return 2 loss\(es\), by 'count' and 'loss_weights', but got"),
-        (lambda loss: loss, RATIO, ValueError, r"return \(numerator, denominator\).* a tuple, but got one output"),
+        (lambda loss: loss, RATIO, ValueError, r"return \(numerator, denominator\).* a tuple, but got 1 output"),
         (lambda loss: (loss, loss.reshape((1,))), RATIO, ValueError, r"but got shape \(\) and shape \(1,\). Sum"),
     ],
 )

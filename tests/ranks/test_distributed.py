@@ -117,7 +117,7 @@ class NotedAllReduce:
         return self.all_reduce(buffer)
 
 
-# The sizes of the buffers of four batches. The gradient has four numbers, and a window three sums.
+# The sizes of the buffers of four batches. The gradient has four numbers, a window three sums, an open one four.
 BUFFERS = {
     "samples": (Setup(micro_size=2), [[4]] * 4),
     "counts": (Setup(**MASKED), [[4 + 3]] * 4),
@@ -125,8 +125,8 @@ BUFFERS = {
         Setup(loss="two masked", counts=("mask", None), micro_size=3, loss_weights=(1.0, 0.5)),
         [[2, 4 + 2]] * 4,
     ),
-    "windows": (Setup(micro_size=2, steps=2), [[], [4 + 3]] * 2),
-    "gradients": (Setup(accumulator=True, steps=2), [[], [4 + 3]] * 2),
+    "windows": (Setup(micro_size=2, steps=2), [[], [4 + 4]] * 2),
+    "gradients": (Setup(accumulator=True, steps=2), [[], [4 + 4]] * 2),
 }
 
 

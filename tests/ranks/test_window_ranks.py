@@ -24,7 +24,7 @@ from gaccum_ms import (
     WindowMonitor,
     resume,
 )
-from gaccum_ms.accumulation.sums import LOSS
+from gaccum_ms.accumulation.open_window import LOSS
 from gaccum_ms.backend.parameters import own
 from tests.options.test_setups import MOMENTUM, SCALED, play
 from tests.ranks.cases import error_of, named, set_up
