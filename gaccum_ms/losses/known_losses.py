@@ -1,4 +1,4 @@
-"""MindSpore's losses that are a mean over labels: finding them in a network, and the advice to count the labels."""
+"""MindSpore's losses whose value is no mean over samples: finding them in a network, and the remedy for each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from gaccum_ms.backend.code_of_cells import named_cells
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.counts import CountSamples
+from gaccum_ms.losses.counts_of_labels import CountNotIgnored
 
 _OF_LABELS = (nn.CrossEntropyLoss, nn.NLLLoss, mint.nn.CrossEntropyLoss, mint.nn.NLLLoss)
+_OF_BATCH = {
+    nn.RMSELoss: "a root of a mean",
+    nn.DiceLoss: "a quotient of sums",
+    nn.MultiClassDiceLoss: "a mean of quotients of sums",
+}
 _INTEGERS = (ms.int8, ms.int16, ms.int32, ms.int64, ms.uint8, ms.uint16, ms.uint32, ms.uint64)
 
 
@@ -31,39 +37,80 @@ def losses_of_labels(function: Any) -> dict[str, nn.Cell]:
     }
 
 
-class IgnoredLabels:
-    """The labels that these losses of a network, or of a function of a loop, ignore in the batches of a window.
-    `owner` : the class in advice; `counts` : what is counted of the losses, None for samples."""
+class KnownLosses:
+    """The known losses of a network, or of a function of a loop. `owner` : the class in advice; `counts` : what is
+    counted of the losses, None for samples."""
 
     def __init__(self, owner: str, function: Any, counts: Sequence[Any]) -> None:
         self._owner = owner
-        by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
-        is_exact = isinstance(function, WithBatchLossCell) or not by_samples
-        self._losses = {} if is_exact else losses_of_labels(function)
+        self._by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
+        self._by_labels = all(type(count) is CountNotIgnored for count in counts)
+        self._of_batch: dict[str, str] = {}
+        self._of_labels: dict[str, nn.Cell] = {}
         # For each label that is ignored, and each input, how many of them the window's first sample has.
         self._ignored: dict[tuple[int, int], int] = {}
+        if not isinstance(function, WithBatchLossCell):
+            self._of_batch = {
+                name: kind
+                for name, cell in cells_of(function)
+                for loss, kind in _OF_BATCH.items()
+                if isinstance(cell, loss)
+            }
+            self._of_labels = losses_of_labels(function)
 
-    def advice(self, batch: Sequence[Any]) -> str | None:
-        """What to say about a loss that is weighed in a wrong way, as far as this batch and those before it show."""
-        for name, loss in self._losses.items():
-            position = _ignored(loss, batch, self._ignored) if loss.weight is None else None
-            if position is not None:
-                return _of_ignored(self._owner, name, loss, position, len(batch))
-        return None
+    def advice(self, batch: Sequence[Any] | None = None, is_proved: bool = False) -> list[str]:
+        """What to say about those that are weighed in a wrong way, as far as this batch and those before it show.
+        `is_proved` : the loss was measured, and only labels of later batches can be ignored otherwise."""
+        owner, of_batch = self._owner, {} if is_proved else self._of_batch
+        # MultiClassDiceLoss has a DiceLoss.
+        outer = [name for name in of_batch if name.rpartition(".")[0] not in of_batch]
+        told = [_of_batch(owner, name, of_batch[name]) for name in outer]
+        for name, loss in self._of_labels.items():
+            if loss.weight is not None:
+                if not is_proved and (self._by_samples or self._by_labels) and (batch is None or integer_inputs(batch)):
+                    told.append(_of_class_weights(owner, name, loss))
+            elif self._by_samples and batch is not None:
+                position = _ignored(loss, batch, self._ignored)
+                told += [] if position is None else [_of_ignored(owner, name, loss, position, len(batch))]
+        return list(dict.fromkeys(told))
+
+
+def _of_batch(owner: str, name: str, kind: str) -> str:
+    return (
+        f"For '{owner}', the loss '{name}' is {kind} over the whole batch, and the mean of those of "
+        f"micro-batches is another number. Give a GradAccumulationCell gaccum_ms.WithBatchLossCell(backbone, loss), "
+        f"which is exact."
+    )
+
+
+def _of_class_weights(owner: str, name: str, loss: nn.Cell) -> str:
+    index = "" if loss.ignore_index == -100 else f", {loss.ignore_index}"
+    return (
+        f"For '{owner}', the loss '{name}' has class weights and divides by the weights of the labels' classes, which "
+        f"{_parts(owner)} have in different amounts: they must be counted so. "
+        f"{_remedy(owner, f'CountClassWeights(weight{index})')}."
+    )
 
 
 def _of_ignored(owner: str, name: str, loss: nn.Cell, position: int, inputs: int) -> str:
     index = "" if loss.ignore_index == -100 else str(loss.ignore_index)
     where = "" if position == inputs - 1 else f"position={position}"
-    count = f"gaccum_ms.CountNotIgnored({', '.join(filter(None, (index, where)))})"
-    remedy = f"Give the cell count={count}"
-    if owner == "GradAccumulator":
-        remedy = f"Give each call a count: accumulator(gradients, {count}(*batch))"
+    count = f"CountNotIgnored({', '.join(filter(None, (index, where)))})"
     return (
         f"For '{owner}', the loss '{name}' is a mean over the labels that are not {loss.ignore_index}, which samples "
-        f"have in different numbers: they must be counted so. {remedy}; with shift=1 if the network compares each "
-        f"output with the next label."
+        f"have in different numbers: they must be counted so. {_remedy(owner, count)}; with shift=1 if the network "
+        f"compares each output with the next label."
     )
+
+
+def _parts(owner: str) -> str:
+    return "batches" if owner == "GradAccumulator" else "micro-batches"
+
+
+def _remedy(owner: str, count: str) -> str:
+    if owner == "GradAccumulator":
+        return f"Give each call a count: accumulator(gradients, gaccum_ms.{count}(*batch))"
+    return f"Give the cell count=gaccum_ms.{count}"
 
 
 def integer_inputs(batch: Sequence[Any]) -> list[int]:

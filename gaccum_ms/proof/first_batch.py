@@ -83,6 +83,11 @@ class FirstBatch:
         """Whether the next batch decides."""
         return self._before is not None
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether numbers have shown what the loss is."""
+        return self.verdict.kind in (EQUAL, DIFFERENT)
+
     def skip(self, why: str, so_far: bool = False) -> None:
         """Leave the proof out, unless a batch has been looked at. `so_far` : until Python gives one."""
         if not self.is_over and not self._calls:

@@ -25,7 +25,7 @@ from gaccum_ms.layers.hooks import advice_about_forward_hooks, advice_about_hook
 from gaccum_ms.layers.state import advice_about_state
 from gaccum_ms.layers.summaries import advice_about_summaries
 from gaccum_ms.losses.batch_loss import advice_about_two_passes
-from gaccum_ms.losses.known_losses import IgnoredLabels
+from gaccum_ms.losses.known_losses import KnownLosses
 from gaccum_ms.proof.first_batch import FirstBatch
 from gaccum_ms.splitting.even_split import UNCUT, cut_axes
 
@@ -63,52 +63,65 @@ class AdviceOfLoop:
 
 class LossAdvice:
     """The advice about the losses of a network, or of a function of a loop: what the proof of its first batch measures;
-    else labels that a loss of MindSpore's ignores, for which all batches of the first window are looked at. `owner` :
-    the class in it; `counts` : what is counted; `batches` : those of a window."""
+    else what is known of MindSpore's losses, which is looked at with the batches of the first window. `owner` : the
+    class in it; `counts` : what is counted; `batches` : those of a window."""
 
     def __init__(
         self, owner: str, function: Callable[..., Any], counts: Sequence[Any], batches: int, proof: FirstBatch
     ) -> None:
-        self._find_labels = functools.partial(IgnoredLabels, owner, function, counts)
-        self._labels: IgnoredLabels | None = None
-        self._of_labels: str | None = None  # waits for what the proof says of the next batch
-        self._batches = batches  # that are to be looked at
+        self._make = functools.partial(KnownLosses, owner, function, counts)
+        self._losses: KnownLosses | None = None
+        self._window = self._batches = batches
+        self._told: set[str] = set()
+        self._waiting: list[str] = []  # for what the proof says of the next batch
         self.proof = proof
-        self.is_over = False  # whether something was said, or no later batch can tell anything
+        self.is_over = False  # whether all batches have been looked at that tell anything
 
     def look(
         self,
-        inputs: Sequence[Any],
-        axes: Sequence[int] | None,
-        micro_batches: Callable[[], Sequence[Sequence[Any]]],
-        network_inputs: Sequence[Any] | None,
-        count: float | None = None,
+        batch: Sequence[Any] | None,
+        axes: Sequence[int] | None = None,
+        micro_batches: Callable[[], Sequence[Sequence[Any]]] | None = None,
+        given: Sequence[Any] | None = None,
     ) -> None:
-        """Look at a batch. `inputs` : of the step, with samples along `axes` ; `network_inputs` : None if they are not
-        known, or `count` is the batch's, which a loop gives."""
-        if self.is_over:
-            return
-        text = self.proof.look(inputs, axes, micro_batches, count)
-        if self._batches > 0:
-            self._batches -= 1
-            self._labels = self._labels or self._find_labels()  # late: see above
-            if network_inputs is not None:
-                self._of_labels = self._of_labels or self._labels.advice(network_inputs)
-        if text is None and not (self.proof.waits and self._batches > 0):  # after a window no batch may come
-            text = self._of_labels
+        """Warn of what was not warned of before. `batch` : the inputs of the network, None if they are not known;
+        `given` : those of the step, with samples along `axes` ."""
+        text = None if micro_batches is None else self.proof.look(given or batch or (), axes, micro_batches)
         if text is not None:
             warn_user(text)
-        self.is_over = text is not None or (self._batches < 1 and self.proof.is_over)
+        self._waiting += self._of_known_losses(batch)
+        if self.proof.told:
+            self._waiting = []
+        waits = self.proof.waits and (self._batches > 0 or self._window < 2)  # after a window no batch may come
+        tells = bool(self._waiting) and not waits
+        if tells:
+            for advice in self._waiting:
+                warn_user(advice)
+            self._waiting = []
+        self.is_over = self._batches < 1 and (self.proof.is_over or (tells and self.proof.waits))
 
-    def look_in_loop(self, batch: Sequence[Any], count: ms.Tensor | None) -> None:
-        """The same for a batch of a loop, which is a micro-batch of its window."""
+    def look_in_loop(self, batch: Sequence[Any], count: ms.Tensor | None = None) -> None:
+        """The same for a batch of a loop, which is a micro-batch of its window. `count` : the batch's, if the loop
+        gives it; what is known of losses is then not looked at."""
         samples = batch[0].shape[0]
         has_samples = [isinstance(value, ms.Tensor) and value.ndim > 0 and len(value) == samples for value in batch]
         axes = [0 if of_samples else UNCUT for of_samples in has_samples]
         if count is None:
-            self.look(batch, axes, lambda: [batch], batch)
-        else:
-            self.look(batch, axes, lambda: [batch], None, float(count.asnumpy()))
+            self.look(batch, axes, lambda: [batch])
+        elif not self.proof.is_over:
+            text = self.proof.look(batch, axes, lambda: [batch], float(count.asnumpy()))
+            if text is not None:
+                warn_user(text)
+
+    def _of_known_losses(self, batch: Sequence[Any] | None) -> list[str]:
+        if self.proof.told or self._batches < 1 or (batch is None and self._losses is not None):
+            return []
+        self._losses = self._losses or self._make()  # late: see above
+        self._batches -= batch is not None
+        texts = self._losses.advice(batch, is_proved=self.proof.is_decided)
+        new = [text for text in texts if text not in self._told]
+        self._told.update(new)
+        return new
 
 
 def proof_of_loop(owner: str, function: Callable[..., Any], options: Options, batches: int) -> FirstBatch:
@@ -155,13 +168,16 @@ class Advice:
             self._look_at_losses(batch)
 
     def _look_at_losses(self, batch: Batch | None) -> None:
+        if self._losses.is_over:
+            return
+        options = self._setup.options
         if batch is None:
             self.proof.skip("another graph calls the step, as with data sinking", so_far=True)
-        elif not self._losses.is_over:
-            options = self._setup.options
-            is_known = batch.network_inputs is not None or options.trims
-            axes = cut_axes(len(batch.inputs), options.shared, options.axis) if is_known else None
-            self._losses.look(batch.inputs, axes, batch.micro_batches, batch.network_inputs)
+            self._losses.look(None)
+            return
+        is_known = batch.network_inputs is not None or options.trims
+        axes = cut_axes(len(batch.inputs), options.shared, options.axis) if is_known else None
+        self._losses.look(batch.network_inputs, axes, batch.micro_batches, batch.inputs)
 
     def look_at_compile_time(self, spans_batches: bool, inputs: int) -> None:
         """The same, where another graph or data sinking compiles the step, with a check of the number of `inputs` ."""

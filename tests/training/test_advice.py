@@ -22,8 +22,10 @@ from tests.support.reference import FEATURES, Regression
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, FEATURES)).astype(np.float32)
+WEIGHTS = Tensor(np.array([1.0, 5.0, 20.0], np.float32))
 LABELS = np.array([0, 0, 0, 1, 0, 2, 1, 2], np.int32)
 IGNORED = np.where([1, 1, 0, 0, 1, 0, 0, 0], -100, LABELS).astype(np.int32)
+ONE_HOT = np.eye(3, dtype=np.float32)[LABELS]
 
 
 def dense(outputs=3):
@@ -80,13 +82,18 @@ ALIKE = np.where(np.arange(7) < 1, -100, TOKENS).astype(np.int32)
 @pytest.mark.parametrize(
     ("network", "labels", "options", "said"),
     [
+        (of_classes(weight=WEIGHTS), LABELS, {"count": CountNotIgnored()}, "CountClassWeights(weight)"),
+        (of_classes(weight=WEIGHTS, ignore_index=2), LABELS, {}, "CountClassWeights(weight, 2)"),
         (nn.WithLossCell(dense(), nn.NLLLoss()), IGNORED, {}, "count=gaccum_ms.CountNotIgnored();"),
+        (nn.WithLossCell(dense(), nn.RMSELoss()), ONE_HOT, {}, "gaccum_ms.WithBatchLossCell(backbone, loss)"),
         (Shifted(), PADDED, {}, "CountNotIgnored(); with shift=1"),
-        # No false alarm: nothing is ignored, or by all alike; a sum, the user's own count.
+        # No false alarm: nothing is ignored, or by all alike; a sum, the user's own count, probabilities as labels.
         (of_classes(), LABELS, {}, None),
         (Shifted(), ALIKE, {}, None),
-        (of_classes(reduction="sum"), IGNORED, {"reduction": "sum"}, None),
-        (of_classes(), IGNORED, {"count": lambda x, y: 1.0}, None),
+        (of_classes(weight=WEIGHTS, reduction="sum"), LABELS, {"reduction": "sum"}, None),
+        (of_classes(weight=WEIGHTS), LABELS, {"count": lambda x, y: 1.0}, None),
+        (of_classes(weight=WEIGHTS), ONE_HOT, {}, None),
+        (nn.WithLossCell(dense(), nn.DiceLoss()), ONE_HOT, {"micro_size": 1}, None),
         # The network gets what a function makes of the batch.
         (of_classes(), IGNORED, {"micro_size": None, "split": without_ignored}, None),
     ],
