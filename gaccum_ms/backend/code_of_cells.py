@@ -9,7 +9,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -89,6 +89,33 @@ def written_by(cell: nn.Cell, writers: tuple[Any, ...]) -> list[str]:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 written += [ast.unparse(target) for target in targets if _is_tensor_of(target, cell)]
     return list(dict.fromkeys(written))
+
+
+def calls_of(cell: Any, functions: Sequence[Any], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The calls of these functions in the code of a Cell or a function: each as the code names it, and the values of
+    those arguments that have `names` , which follow two others. What is not known before the code runs is `Ellipsis` .
+    """
+    for function, _ in functions_of(cell):
+        for node in ast.walk(_tree(function)):
+            if isinstance(node, ast.Call) and any(_object(node.func, function, cell) is each for each in functions):
+                arguments = dict(zip(names, node.args[2:], strict=False))
+                arguments |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
+                values = {name: _value(arguments[name], function, cell) for name in names if name in arguments}
+                yield ast.unparse(node.func), values
+
+
+def returned_by(cell: nn.Cell) -> list[str]:
+    """What a Cell's `construct` returns, as its code says it."""
+    returned = [node for node in ast.walk(_tree(inspect.unwrap(type(cell).construct))) if isinstance(node, ast.Return)]
+    return [ast.unparse(node.value) for node in returned if node.value is not None]
+
+
+def _value(node: ast.AST, function: FunctionType, cell: nn.Cell) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        value = _object(node, function, cell)
+        return ... if value is None and not isinstance(node, ast.Attribute) else value
 
 
 @functools.cache

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
-from mindspore import mint, nn
+from mindspore import mint, nn, ops
 
-from gaccum_ms.backend.code_of_cells import named_cells
+from gaccum_ms.backend.code_of_cells import calls_of, named_cells
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.counts import CountSamples
 from gaccum_ms.losses.counts_of_labels import CountNotIgnored
 
 _OF_LABELS = (nn.CrossEntropyLoss, nn.NLLLoss, mint.nn.CrossEntropyLoss, mint.nn.NLLLoss)
+_FUNCTIONS = (ops.cross_entropy, ops.nll_loss)  # the same losses, as functions
 _OF_BATCH = {
     nn.RMSELoss: "a root of a mean",
     nn.DiceLoss: "a quotient of sums",
@@ -37,6 +38,25 @@ def losses_of_labels(function: Any) -> dict[str, nn.Cell]:
     }
 
 
+class FunctionOfLabels(NamedTuple):
+    """Such a loss that a Cell's code calls, with the arguments of MindSpore's functions."""
+
+    weight: Any = None
+    ignore_index: Any = -100
+    reduction: Any = "mean"
+
+
+def functions_of_labels(function: Any) -> list[tuple[str, FunctionOfLabels]]:
+    """The calls of these losses in the code of a network or a function, each with the loss's name there."""
+    users = [cell for _, cell in cells_of(function) if not type(cell).__module__.startswith("mindspore.")]
+    calls = [
+        (name, FunctionOfLabels(**arguments))
+        for code in (users if isinstance(function, nn.Cell) else [function, *users])
+        for name, arguments in calls_of(code, _FUNCTIONS, FunctionOfLabels._fields)
+    ]
+    return [(name, call) for name, call in calls if call.reduction == "mean" and isinstance(call.ignore_index, int)]
+
+
 class KnownLosses:
     """The known losses of a network, or of a function of a loop. `owner` : the class in advice; `counts` : what is
     counted of the losses, None for samples."""
@@ -46,17 +66,15 @@ class KnownLosses:
         self._by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
         self._by_labels = all(type(count) is CountNotIgnored for count in counts)
         self._of_batch: dict[str, str] = {}
-        self._of_labels: dict[str, nn.Cell] = {}
+        self._of_labels: list[tuple[str, Any]] = []
         # For each label that is ignored, and each input, how many of them the window's first sample has.
         self._ignored: dict[tuple[int, int], int] = {}
         if not isinstance(function, WithBatchLossCell):
+            cells = list(cells_of(function))
             self._of_batch = {
-                name: kind
-                for name, cell in cells_of(function)
-                for loss, kind in _OF_BATCH.items()
-                if isinstance(cell, loss)
+                name: kind for name, cell in cells for loss, kind in _OF_BATCH.items() if isinstance(cell, loss)
             }
-            self._of_labels = losses_of_labels(function)
+            self._of_labels = [*losses_of_labels(function).items(), *functions_of_labels(function)]
 
     def advice(self, batch: Sequence[Any] | None = None, is_proved: bool = False) -> list[str]:
         """What to say about those that are weighed in a wrong way, as far as this batch and those before it show.
@@ -65,7 +83,7 @@ class KnownLosses:
         # MultiClassDiceLoss has a DiceLoss.
         outer = [name for name in of_batch if name.rpartition(".")[0] not in of_batch]
         told = [_of_batch(owner, name, of_batch[name]) for name in outer]
-        for name, loss in self._of_labels.items():
+        for name, loss in self._of_labels:
             if loss.weight is not None:
                 if not is_proved and (self._by_samples or self._by_labels) and (batch is None or integer_inputs(batch)):
                     told.append(_of_class_weights(owner, name, loss))
@@ -83,7 +101,7 @@ def _of_batch(owner: str, name: str, kind: str) -> str:
     )
 
 
-def _of_class_weights(owner: str, name: str, loss: nn.Cell) -> str:
+def _of_class_weights(owner: str, name: str, loss: nn.Cell | FunctionOfLabels) -> str:
     index = "" if loss.ignore_index == -100 else f", {loss.ignore_index}"
     return (
         f"For '{owner}', the loss '{name}' has class weights and divides by the weights of the labels' classes, which "
@@ -92,7 +110,7 @@ def _of_class_weights(owner: str, name: str, loss: nn.Cell) -> str:
     )
 
 
-def _of_ignored(owner: str, name: str, loss: nn.Cell, position: int, inputs: int) -> str:
+def _of_ignored(owner: str, name: str, loss: nn.Cell | FunctionOfLabels, position: int, inputs: int) -> str:
     index = "" if loss.ignore_index == -100 else str(loss.ignore_index)
     where = "" if position == inputs - 1 else f"position={position}"
     count = f"CountNotIgnored({', '.join(filter(None, (index, where)))})"
@@ -119,7 +137,7 @@ def integer_inputs(batch: Sequence[Any]) -> list[int]:
     return [index for index, value in enumerate(batch) if isinstance(value, ms.Tensor) and value.dtype in _INTEGERS]
 
 
-def _ignored(loss: nn.Cell, batch: Sequence[Any], ignored: dict[tuple[int, int], int]) -> int | None:
+def _ignored(loss: nn.Cell | FunctionOfLabels, batch: Sequence[Any], ignored: dict[tuple[int, int], int]) -> int | None:
     """The position of the labels, if samples have different numbers of ignored ones, or others than in earlier
     batches."""
     for position in reversed(integer_inputs(batch)):

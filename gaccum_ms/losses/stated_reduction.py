@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from mindspore import nn, ops
 
 from gaccum_ms import backend
+from gaccum_ms.backend.code_of_cells import returned_by
 from gaccum_ms.backend.held_cells import held_values
 from gaccum_ms.losses.in_float32 import InFloat32
 from gaccum_ms.losses.per_sample_loss import PerSampleLoss
@@ -41,6 +42,8 @@ def stated_reduction(function: Callable[..., Any]) -> StatedReduction | None:
     owner = next(kind for kind in type(loss).__mro__ if "construct" in vars(kind))
     if owner.__module__.startswith("mindspore."):
         return _stated(loss, _of_mindspore(loss, owner), is_certain=True)
+    if isinstance(loss, nn.LossBase) and _returns_get_loss(loss):
+        return _stated(loss, _of_base(loss), is_certain=True)
     # A PerSampleLoss has its own in semi-auto mode alone. That of a loss of MindSpore is of the code which is replaced.
     if isinstance(loss, PerSampleLoss) or any(_reduces(kind) for kind in owner.__mro__[1:]):
         return None
@@ -91,3 +94,10 @@ def _word(value: Any) -> str | None:
     if isinstance(value, str):
         return _WORDS.get(value)
     return _WORDS_OF_NUMBERS.get(value) if isinstance(value, int) else None
+
+
+def _returns_get_loss(loss: nn.LossBase) -> bool:
+    """Whether a user's loss returns what `nn.LossBase.get_loss` does, which reduces."""
+    returned = returned_by(loss)
+    is_own = type(loss).get_loss is nn.LossBase.get_loss
+    return is_own and bool(returned) and all(code.startswith("self.get_loss(") for code in returned)

@@ -93,7 +93,7 @@ class Own(nn.Cell):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (with_loss(Documented("sum")), ("sum", False)),
+        (with_loss(Documented("sum")), ("sum", True)),
         (with_loss(OfMindSpore()), ("sum", True)),
         (with_loss(InFloat32(nn.MSELoss("sum"))), ("sum", True)),
         (with_loss(AlreadyMean("sum")), None),

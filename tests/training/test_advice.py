@@ -55,6 +55,17 @@ def without_ignored(x, y):
     return [(x[number : number + 1], y[number : number + 1]) for number in range(len(x)) if int(y[number]) >= 0]
 
 
+class Functional(nn.Cell):
+    """A loss that the code of a Cell calls as a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = dense()
+
+    def construct(self, x, y):
+        return ops.cross_entropy(self.net(x), y)
+
+
 class Shifted(nn.Cell):
     """A language model with labels at the front, shifted inside."""
 
@@ -86,9 +97,10 @@ ALIKE = np.where(np.arange(7) < 1, -100, TOKENS).astype(np.int32)
         (of_classes(weight=WEIGHTS, ignore_index=2), LABELS, {}, "CountClassWeights(weight, 2)"),
         (nn.WithLossCell(dense(), nn.NLLLoss()), IGNORED, {}, "count=gaccum_ms.CountNotIgnored();"),
         (nn.WithLossCell(dense(), nn.RMSELoss()), ONE_HOT, {}, "gaccum_ms.WithBatchLossCell(backbone, loss)"),
+        (Functional(), IGNORED, {}, "'ops.cross_entropy' is a mean over the labels that are not -100"),
         (Shifted(), PADDED, {}, "CountNotIgnored(); with shift=1"),
         # No false alarm: nothing is ignored, or by all alike; a sum, the user's own count, probabilities as labels.
-        (of_classes(), LABELS, {}, None),
+        (Functional(), LABELS, {}, None),
         (Shifted(), ALIKE, {}, None),
         (of_classes(weight=WEIGHTS, reduction="sum"), LABELS, {"reduction": "sum"}, None),
         (of_classes(weight=WEIGHTS), LABELS, {"count": lambda x, y: 1.0}, None),
@@ -112,6 +124,7 @@ def closure(net, loss):
 FUNCTIONS = [
     lambda: of_classes().construct,
     lambda: closure(dense(), nn.CrossEntropyLoss()),
+    lambda: closure(dense(), ops.cross_entropy),
 ]
 
 
@@ -123,7 +136,7 @@ def told_in_a_loop(function, *batches, counts=None) -> list[str]:
     return told_of(lambda *batch: accumulator(grad_fn(*batch)[1], counts and counts(*batch)), *batches)
 
 
-@pytest.mark.parametrize("make", FUNCTIONS, ids=["method of a network", "closure"])
+@pytest.mark.parametrize("make", FUNCTIONS, ids=["method of a network", "closure", "function"])
 def test_a_loop_is_told_of_ignored_labels_as_the_cell_is(make, pynative):
     halves = [(X[:4], IGNORED[:4]), (X[4:], IGNORED[4:])]
     (text,) = told_in_a_loop(make(), *halves, *halves)
