@@ -44,9 +44,6 @@ class WindowBatchNorm(nn.Cell):
         momentum (float): The part of the moving statistics that an update keeps, between 0 and 1, as in MindSpore's
             layers. Default: ``0.9`` .
         affine (bool): Whether scale and shift are trained. Default: ``True`` .
-        batch_size (int, optional): The number of samples for which `momentum` was chosen. An update on :math:`N`
-            samples, over all ranks, then keeps :math:`\text{momentum}^{N / \text{batch_size}}` , so that the average
-            covers the same number of samples for any window size. Default: ``None`` , `momentum` for each update.
 
     Inputs:
         - **x** (Tensor) - Of shape :math:`(N, C, *)` , float32 or float16.
@@ -55,8 +52,8 @@ class WindowBatchNorm(nn.Cell):
         Tensor, of the shape and dtype of `x` .
 
     Raises:
-        TypeError: If `num_features` or `batch_size` is not an int.
-        ValueError: If `num_features` or `batch_size` is less than 1, or `momentum` is not between 0 and 1.
+        TypeError: If `num_features` is not an int.
+        ValueError: If `num_features` is less than 1, or `momentum` is not between 0 and 1.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -74,33 +71,22 @@ class WindowBatchNorm(nn.Cell):
         [1.5 0.5]
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float = 0.9,
-        affine: bool = True,
-        batch_size: int | None = None,
-    ) -> None:
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.9, affine: bool = True) -> None:
         super().__init__()
         check_positive_int(_NAME, "num_features", num_features)
-        if batch_size is not None:
-            check_positive_int(_NAME, "batch_size", batch_size)
         if not 0 <= momentum <= 1:
             raise ValueError(f"For '{_NAME}', the argument 'momentum' must be between 0 and 1, but got {momentum}.")
         self.num_features = num_features
         self.eps = eps
         self.momentum = momentum
-        self.batch_size = batch_size
         zeros, ones = (ms.Tensor(value(num_features, np.float32)) for value in (np.zeros, np.ones))
         self.gamma = ms.Parameter(ones.copy(), name="gamma", requires_grad=affine)
         self.beta = ms.Parameter(zeros.copy(), name="beta", requires_grad=affine)
         self.moving_mean = ms.Parameter(zeros.copy(), name="moving_mean", requires_grad=False)
         self.moving_variance = ms.Parameter(ones.copy(), name="moving_variance", requires_grad=False)
-        # Numbers of samples and of values per channel; then, for each channel, the two sums of the module docstring.
-        self.window_statistics = of_this_rank(
-            "window_statistics", ms.Tensor(np.zeros(2 + 2 * num_features, np.float32))
-        )
+        # The number of values per channel; then, for each channel, the two sums of the module docstring.
+        sums = ms.Tensor(np.zeros(1 + 2 * num_features, np.float32))
+        self.window_statistics = of_this_rank("window_statistics", sums)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
 
@@ -121,23 +107,18 @@ class WindowBatchNorm(nn.Cell):
     def _add(self, x, mean, variance):
         count = x.size // self.num_features
         off = mean - self.moving_mean
-        counts = ms.Tensor([x.shape[0], count], ms.float32)
-        sums = ops.concat((counts, count * off, count * (variance + off * off)))
+        sums = ops.concat((ms.Tensor([count], ms.float32), count * off, count * (variance + off * off)))
         sums = ops.select(ops.isfinite(sums).all(), sums, ops.zeros_like(sums))
         return ops.assign_add(self.window_statistics, sums)
 
     def move(self, sums):
         """Move the moving statistics, by a window's sums over all ranks."""
-        samples, count = ops.unstack(sums[:2])
-        some = count > 0
+        count = sums[0]
         values = ops.maximum(count, ms.Tensor(1.0, ms.float32))
-        off = sums[2 : 2 + self.num_features] / values
-        variance = sums[2 + self.num_features :] / values - off * off
+        off = sums[1 : 1 + self.num_features] / values
+        variance = sums[1 + self.num_features :] / values - off * off
         variance = variance * (values / ops.maximum(values - 1, ms.Tensor(1.0, ms.float32)))  # MindSpore's is unbiased
-        keeps = ops.ones_like(samples) * self.momentum
-        if self.batch_size is not None:
-            keeps = ops.pow(keeps, samples / self.batch_size)
-        moved = ops.select(some, 1 - keeps, ops.zeros_like(keeps))
+        moved = ops.select(count > 0, ops.full_like(count, 1 - self.momentum), ops.zeros_like(count))
         old_variance = self.moving_variance + 0.0
         done = ops.assign_add(self.moving_mean, moved * off)
         return ops.depend(done, ops.assign(self.moving_variance, old_variance + moved * (variance - old_variance)))

@@ -14,7 +14,7 @@ from gaccum_ms.checks.batches import checked_arrays, whole_numbers
 from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of
 from gaccum_ms.splitting.splitter import MicroBatches, Splitter
 from gaccum_ms.splitting.token_plan import NOBODY, plan_tokens
-from gaccum_ms.splitting.token_rows import Rows, axes_of
+from gaccum_ms.splitting.token_rows import Rows
 from gaccum_ms.splitting.widths import best_widths
 from gaccum_ms.splitting.worst_case import WorstCase
 
@@ -96,8 +96,7 @@ class MaxTokens(Splitter):
         padded to 8, without a plan: 52.1%
     """
 
-    needs_count = True  # rows of padding would count as samples
-    keeps_inputs = True  # the network also accepts the whole batch: `audit` can train on it
+    trims = True
 
     def __init__(
         self,
@@ -132,9 +131,8 @@ class MaxTokens(Splitter):
             self.widths = checked_widths(widths, self.max_tokens)
         if lengths is not None and self._number:
             array = whole_numbers("lengths", np.asarray(lengths), None)
-            self._check_longest(array)
             self.widths = best_widths(np.maximum(array, 1), self._number)
-        self._given = self.max_tokens, self.widths
+            self._check_longest(array, self.widths, self.max_tokens)
         self._fillers = self._padding  # the padding value of each input; None until one is known
         self._filler_row: tuple[ms.Tensor, ...] | None = None  # a row of padding, until it is checked
         self._is_checked = False
@@ -148,8 +146,7 @@ class MaxTokens(Splitter):
         rows, widths = self._read(inputs, self.max_tokens)
         if self.auto:  # another rank, with narrower batches, may have found fewer tokens
             self.max_tokens = max(self.max_tokens, widths[-1])
-        self._check_longest(rows.lengths)
-        self._check_widest(rows.lengths, widths)
+        self._check_longest(rows.lengths, widths, self.max_tokens)
         fillers = self._fillers_of(rows)
         if fillers is None:
             self._check_needs_none(rows, widths)
@@ -161,11 +158,7 @@ class MaxTokens(Splitter):
         return [rows.micro_batch(samples, width) for width, samples in self.plan.micro_batches]
 
     def working_copy(self) -> MaxTokens:
-        made = copy.copy(self)
-        made.max_tokens, made.widths = self._given
-        made._fillers, made._filler_row, made._is_checked = self._padding, None, False
-        made.plan = None
-        return made
+        return copy.copy(self)
 
     def cut_into(self, tokens: int) -> None:
         """Let micro-batches have this many tokens, which a search has found."""
@@ -174,7 +167,7 @@ class MaxTokens(Splitter):
     def worst_case(self, *inputs: Any) -> WorstCase:
         """The micro-batches that a search for the number of tokens tries with a batch. Nothing changes here."""
         rows, widths = self._read(inputs, None)
-        self._check_widest(rows.lengths, widths)
+        self._check_longest(rows.lengths, widths)
         return WorstCase(rows, widths)
 
     def two_sizes(self, *inputs: Any) -> tuple[MicroBatches, tuple[int, int], tuple[int, int]]:
@@ -188,12 +181,11 @@ class MaxTokens(Splitter):
         return runs, numbers, (width, other)
 
     def in_order(self, outputs: Sequence[np.ndarray], has_tokens: bool) -> np.ndarray:
-        """They have the batch's width, too."""
-        if self.plan is None:
-            raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
-        width = self.plan.before
-        joined = np.concatenate([_at_width(output, width) for output in outputs] if has_tokens else outputs)
-        return joined[self.plan.order]
+        """An output of all micro-batches of the last batch, joined in its order. `has_tokens` : whether axis 1 counts
+        tokens, as `two_sizes` has shown; it then gets the batch's width."""
+        plan: Any = self.plan
+        joined = np.concatenate([_at_width(output, plan.before) for output in outputs] if has_tokens else outputs)
+        return joined[plan.order]
 
     def check_padding(self, counted: Callable[..., Sequence[tuple[str, float]]]) -> None:
         """Done once."""
@@ -213,8 +205,15 @@ class MaxTokens(Splitter):
         arrays = checked_arrays(inputs)
         samples, before = arrays[0].shape[:2]
         lengths = self._lengths(inputs, samples, before)
-        axes = [self._axes.get(position, axes_of(array, before)) for position, array in enumerate(arrays)]
-        self._check_padding_of(arrays)
+        axes = [
+            self._axes.get(position, (1,) if array.ndim > 1 and array.shape[1] == before else ())
+            for position, array in enumerate(arrays)
+        ]
+        if self._padding is not None and len(self._padding) != len(arrays):
+            raise ValueError(
+                f"For '{_NAME}', the argument 'padding' must have one value for each input, but got "
+                f"{len(self._padding)} and {len(arrays)} input(s)."
+            )
         # Until the padding is known, values that the inputs hold somewhere, for trials of sizes alone.
         fillers = self._fillers or tuple(array.flat[0] if array.size else 0 for array in arrays)
         rows = Rows(arrays, axes, fillers, lengths, before)
@@ -240,28 +239,13 @@ class MaxTokens(Splitter):
         largest = before if max_tokens is None or self.auto else min(before, max_tokens)
         return best_widths(lengths, self._number, largest=max(lengths.max(), largest))
 
-    def _check_longest(self, lengths: np.ndarray) -> None:
+    def _check_longest(self, lengths: np.ndarray, widths: tuple[int, ...], max_tokens: int | None = None) -> None:
         longest = int(lengths.max())
-        if self.max_tokens is not None and longest > self.max_tokens and not self.auto:
+        if longest > widths[-1] or (max_tokens is not None and longest > max_tokens):
             raise ValueError(
-                f"For '{_NAME}', the argument 'max_tokens' must be at least as large as the longest sample, but got "
-                f"max_tokens={self.max_tokens} and a sample of {longest} tokens. Cut such samples, or give a larger "
-                f"'max_tokens'."
-            )
-
-    def _check_widest(self, lengths: np.ndarray, widths: tuple[int, ...]) -> None:
-        longest = int(lengths.max())
-        if longest > widths[-1]:
-            raise ValueError(
-                f"For '{_NAME}', the largest width must hold the longest sample, but got widths {list(widths)} and a "
-                f"sample of {longest} tokens. Cut such samples, or give 'widths' or 'lengths' that include theirs."
-            )
-
-    def _check_padding_of(self, arrays: Sequence[np.ndarray]) -> None:
-        if self._padding is not None and len(self._padding) != len(arrays):
-            raise ValueError(
-                f"For '{_NAME}', the argument 'padding' must have one value for each input, but got "
-                f"{len(self._padding)} and {len(arrays)} input(s)."
+                f"For '{_NAME}', the largest width and 'max_tokens' must be at least the length of the longest sample, "
+                f"but got widths {list(widths)}, max_tokens={self.max_tokens or 'auto'} and a sample of {longest} "
+                f"tokens. Cut such samples, or give a larger 'max_tokens', and 'widths' or 'lengths' that include theirs."
             )
 
     def _fillers_of(self, rows: Rows) -> tuple[Any, ...] | None:
