@@ -86,8 +86,8 @@ def _of_batch(owner: str, name: str, kind: str) -> str:
 def _of_class_weights(owner: str, name: str, loss: nn.Cell) -> str:
     index = "" if loss.ignore_index == -100 else f", {loss.ignore_index}"
     return (
-        f"For '{owner}', the loss '{name}' has class weights and divides by the weights of the labels' classes, which "
-        f"{_parts(owner)} have in different amounts: they must be counted so. "
+        f"For '{owner}', the loss '{name}' has class weights and divides by the weights of the labels' classes, of "
+        f"which parts of a window have different amounts: they must be counted so. "
         f"{_remedy(owner, f'CountClassWeights(weight{index})')}."
     )
 
@@ -101,10 +101,6 @@ def _of_ignored(owner: str, name: str, loss: nn.Cell, position: int, inputs: int
         f"have in different numbers: they must be counted so. {_remedy(owner, count)}; with shift=1 if the network "
         f"compares each output with the next label."
     )
-
-
-def _parts(owner: str) -> str:
-    return "batches" if owner == "GradAccumulator" else "micro-batches"
 
 
 def _remedy(owner: str, count: str) -> str:

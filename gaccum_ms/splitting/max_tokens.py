@@ -65,7 +65,8 @@ class MaxTokens(Splitter):
         list[tuple[Tensor]], the inputs of each micro-batch. ``plan`` is then the :class:`TokenPlan` of this batch, to
         print and to draw. A training step does not change this object, which several steps may have: its ``split`` is a
         copy with the step's own ``plan`` , ``widths`` and ``max_tokens`` . Outputs of a network with `aux` come back in
-        the batch's order; tokens on axis 1 are padded with zeros, or cut, to :math:`W` .
+        the batch's order; those whose axis 1 is as long as each micro-batch is wide are padded with zeros, or cut, to
+        :math:`W` .
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -170,22 +171,14 @@ class MaxTokens(Splitter):
         self._check_longest(rows.lengths, widths)
         return WorstCase(rows, widths)
 
-    def two_sizes(self, *inputs: Any) -> tuple[MicroBatches, tuple[int, int], tuple[int, int]]:
-        """Nothing changes here."""
-        rows, possible = self._read(inputs, self.max_tokens)
-        width = possible[-1]
-        other = next((each for each in (rows.before, *possible) if each != width), max(width - 1, 1))
-        numbers = (2, 4) if (width, other) == (2, 3) else (2, 3)
-        samples = [np.resize(np.arange(rows.lengths.size), number) for number in numbers]
-        runs = [rows.micro_batch(*run) for run in zip(samples, (width, other), strict=True)]
-        return runs, numbers, (width, other)
-
-    def in_order(self, outputs: Sequence[np.ndarray], has_tokens: bool) -> np.ndarray:
-        """An output of all micro-batches of the last batch, joined in its order. `has_tokens` : whether axis 1 counts
-        tokens, as `two_sizes` has shown; it then gets the batch's width."""
+    def in_order(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
+        """An output of all micro-batches of the last batch, joined in the batch's order, and at its width if axis 1
+        counts tokens: if it is as long as each micro-batch is wide."""
         plan: Any = self.plan
-        joined = np.concatenate([_at_width(output, plan.before) for output in outputs] if has_tokens else outputs)
-        return joined[plan.order]
+        widths = [width for width, _ in plan.micro_batches]
+        if all(output.shape[1:2] == (width,) for output, width in zip(outputs, widths, strict=True)):
+            outputs = [_at_width(output, plan.before) for output in outputs]
+        return np.concatenate(outputs)[plan.order]
 
     def check_padding(self, counted: Callable[..., Sequence[tuple[str, float]]]) -> None:
         """Done once."""
@@ -245,7 +238,7 @@ class MaxTokens(Splitter):
             raise ValueError(
                 f"For '{_NAME}', the largest width and 'max_tokens' must be at least the length of the longest sample, "
                 f"but got widths {list(widths)}, max_tokens={self.max_tokens or 'auto'} and a sample of {longest} "
-                f"tokens. Cut such samples, or give a larger 'max_tokens', and 'widths' or 'lengths' that include theirs."
+                f"tokens. Cut such samples; or give a larger 'max_tokens', or 'widths' or 'lengths' that include them."
             )
 
     def _fillers_of(self, rows: Rows) -> tuple[Any, ...] | None:

@@ -36,11 +36,6 @@ class Splitter:
         """Check, after a batch was split, that rows without a sample count nothing. `counted` : a function of the
         inputs of such a row, which returns names and numbers that must be 0."""
 
-    def two_sizes(self, *batch: Any) -> tuple[MicroBatches, tuple[int, int], tuple[int, int]] | None:
-        """Two micro-batches that differ in their rows and widths, the numbers of rows, and the widths; None: no other
-        sizes can be tried."""
-        return None
-
 
 class OfFunction(Splitter):
     """A function that makes micro-batches of a batch."""
