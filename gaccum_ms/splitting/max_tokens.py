@@ -161,10 +161,6 @@ class MaxTokens(Splitter):
     def working_copy(self) -> MaxTokens:
         return copy.copy(self)
 
-    def cut_into(self, tokens: int) -> None:
-        """Let micro-batches have this many tokens, which a search has found."""
-        self.max_tokens = tokens
-
     def worst_case(self, *inputs: Any) -> WorstCase:
         """The micro-batches that a search for the number of tokens tries with a batch. Nothing changes here."""
         rows, widths = self._read(inputs, None)

@@ -90,7 +90,7 @@ class PythonSplit(Runner):
 
     def cut_into(self, size: int) -> None:
         """Train with this size from now on."""
-        self.split.cut_into(size)
+        self.split.max_tokens = size
         self._renew_graphs()
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:

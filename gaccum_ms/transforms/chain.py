@@ -69,7 +69,6 @@ class Chain(nn.Cell):
         self.shapes = tuple(tuple(weight.shape) for weight in weights)
         self.may_forbid = tuple(type(link).allows is not Transform.allows for link in links)
         self.vetoes = any(self.may_forbid)
-        self.acts_before = tuple(type(link).before_update is not Transform.before_update for link in links)
         self.map = ops.HyperMap()
 
     # -- compiled ------------------------------------------------------------------------------------------------------
@@ -100,9 +99,8 @@ class Chain(nn.Cell):
         return tuple(gradients)
 
     def before_update(self, gradients):
-        for index in range(len(self.links)):
-            if self.acts_before[index]:
-                gradients = self.links[index].before_update(gradients)
+        for link in self.links:
+            gradients = link.before_update(gradients)
         return gradients
 
     def after_update(self, after):
