@@ -122,7 +122,6 @@ class MaxTokens(Splitter):
                 f"the input that holds the lengths, but got {length!r}."
             )
         self._length = length
-        self._padding: tuple[float, ...] | None = None if padding is None else tuple(padding)
         self._axes = dict(axes or {})
         self._number = 0
         if isinstance(widths, int):
@@ -134,7 +133,8 @@ class MaxTokens(Splitter):
             array = whole_numbers("lengths", np.asarray(lengths), None)
             self.widths = best_widths(np.maximum(array, 1), self._number)
             self._check_longest(array, self.widths, self.max_tokens)
-        self._fillers = self._padding  # the padding value of each input; None until one is known
+        # The padding value of each input; None until one is known.
+        self._fillers: tuple[float, ...] | None = None if padding is None else tuple(padding)
         self._filler_row: tuple[ms.Tensor, ...] | None = None  # a row of padding, until it is checked
         self._is_checked = False
 
@@ -198,15 +198,18 @@ class MaxTokens(Splitter):
             self._axes.get(position, (1,) if array.ndim > 1 and array.shape[1] == before else ())
             for position, array in enumerate(arrays)
         ]
-        if self._padding is not None and len(self._padding) != len(arrays):
+        if self._fillers is not None and len(self._fillers) != len(arrays):
             raise ValueError(
                 f"For '{_NAME}', the argument 'padding' must have one value for each input, but got "
-                f"{len(self._padding)} and {len(arrays)} input(s)."
+                f"{len(self._fillers)} and {len(arrays)} input(s)."
             )
         # Until the padding is known, values that the inputs hold somewhere, for trials of sizes alone.
         fillers = self._fillers or tuple(array.flat[0] if array.size else 0 for array in arrays)
-        rows = Rows(arrays, axes, fillers, lengths, before)
-        return rows, self._widths_for(lengths, before, max_tokens)
+        widths = self.widths
+        if widths is None:
+            largest = before if max_tokens is None or self.auto else min(before, max_tokens)
+            widths = best_widths(lengths, self._number, largest=max(lengths.max(), largest))
+        return Rows(arrays, axes, fillers, lengths, before), widths
 
     def _lengths(self, inputs: Sequence[Any], samples: int, before: int) -> np.ndarray:
         """The length of each sample, at least 1: an empty sample has a row too."""
@@ -221,12 +224,6 @@ class MaxTokens(Splitter):
             )
         array = np.asarray(lengths.asnumpy() if isinstance(lengths, ms.Tensor) else lengths)
         return np.maximum(whole_numbers("length", array, samples, before), 1)
-
-    def _widths_for(self, lengths: np.ndarray, before: int, max_tokens: int | None) -> tuple[int, ...]:
-        if self.widths is not None:
-            return self.widths
-        largest = before if max_tokens is None or self.auto else min(before, max_tokens)
-        return best_widths(lengths, self._number, largest=max(lengths.max(), largest))
 
     def _check_longest(self, lengths: np.ndarray, widths: tuple[int, ...], max_tokens: int | None = None) -> None:
         longest = int(lengths.max())
