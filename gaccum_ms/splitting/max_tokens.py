@@ -40,9 +40,8 @@ class MaxTokens(Splitter):
             ``max_tokens`` of the step's ``split`` is ``None`` before the first batch, and then the number. It is at
             least the largest width, and at most large enough for all samples of a width in one micro-batch: more would
             be padding.
-        length (Union[int, Callable]): The lengths of a batch's samples: a function of its inputs that returns a Tensor
-            or array of shape :math:`(N,)`, or the position of the input that holds them. Everything behind a sample's
-            length is padding.
+        length (Callable): The lengths of a batch's samples: a function of its inputs that returns a Tensor or array of
+            shape :math:`(N,)`. Everything behind a sample's length is padding.
         widths (Union[int, Sequence[int]]): The widths to trim to, or the largest number of widths. With a number, the
             widths with the least padding are chosen at the first batch; the largest is the first batch's width, or
             `max_tokens` if that is smaller. Default: ``4`` .
@@ -102,7 +101,7 @@ class MaxTokens(Splitter):
     def __init__(
         self,
         max_tokens: int | str | AutoSize,
-        length: int | Callable,
+        length: Callable,
         widths: int | Sequence[int] = 4,
         *,
         lengths: Sequence[int] | None = None,
@@ -116,10 +115,9 @@ class MaxTokens(Splitter):
         if not self.auto:
             check_positive_int(_NAME, "max_tokens", size)
             self.max_tokens = size
-        if isinstance(length, bool) or not (isinstance(length, int) or callable(length)):
+        if not callable(length):
             raise TypeError(
-                f"For '{_NAME}', the argument 'length' must be a function of the batch's inputs, or the position of "
-                f"the input that holds the lengths, but got {length!r}."
+                f"For '{_NAME}', the argument 'length' must be a function of the batch's inputs, but got {length!r}."
             )
         self._length = length
         self._axes = dict(axes or {})
@@ -213,15 +211,7 @@ class MaxTokens(Splitter):
 
     def _lengths(self, inputs: Sequence[Any], samples: int, before: int) -> np.ndarray:
         """The length of each sample, at least 1: an empty sample has a row too."""
-        if callable(self._length):
-            lengths = self._length(*inputs)
-        elif 0 <= self._length < len(inputs):
-            lengths = inputs[self._length]
-        else:
-            raise ValueError(
-                f"For '{_NAME}', the argument 'length' must be the position of an input, but got {self._length} and "
-                f"{len(inputs)} input(s)."
-            )
+        lengths = self._length(*inputs)
         array = np.asarray(lengths.asnumpy() if isinstance(lengths, ms.Tensor) else lengths)
         return np.maximum(whole_numbers("length", array, samples, before), 1)
 
