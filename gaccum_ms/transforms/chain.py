@@ -26,18 +26,16 @@ def _check_changed(name, number, shapes, wanted):
 
 
 class _ByFunction(Transform):
-    """A link around a plain function, or a Cell that is no Transform."""
+    """A link around a function."""
 
     def __init__(self, function: Callable) -> None:
         super().__init__()
-        # In a tuple, because graph mode treats a function that is an attribute as a method.
-        self.functions: tuple[Callable, ...] = () if isinstance(function, nn.Cell) else (function,)
-        self.is_cell = isinstance(function, nn.Cell)
-        if self.is_cell:
-            self.cell = function
+        self.functions = (
+            function,
+        )  # in a tuple, because graph mode treats a function that is an attribute as a method
 
     def change(self, gradients):
-        return self.cell(gradients) if self.is_cell else self.functions[0](gradients)
+        return self.functions[0](gradients)
 
 
 class Chain(nn.Cell):
