@@ -30,9 +30,8 @@ class _ByFunction(Transform):
 
     def __init__(self, function: Callable) -> None:
         super().__init__()
-        self.functions = (
-            function,
-        )  # in a tuple, because graph mode treats a function that is an attribute as a method
+        # In a tuple, because graph mode treats a function that is an attribute as a method.
+        self.functions = (function,)
 
     def change(self, gradients):
         return self.functions[0](gradients)
