@@ -13,7 +13,23 @@ from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.distributed.stages import owned_weights
 
 
-class Transform(nn.Cell):
+class _KeepsArguments:
+    """Keeps the constructor's arguments, to make an equal object."""
+
+    _arguments: tuple[tuple, dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        object.__setattr__(made, "_arguments", (args, kwargs))
+        return made
+
+    def another(self) -> Any:
+        """A new object with the same arguments, for another step."""
+        args, kwargs = self._arguments
+        return type(self)(*args, **kwargs)
+
+
+class Transform(_KeepsArguments, nn.Cell):
     r"""
     One link of the chain that a finished gradient passes; derive your own links from this class.
 
@@ -75,21 +91,10 @@ class Transform(nn.Cell):
     """
 
     elementwise = False
-    _arguments: tuple[tuple, dict[str, Any]]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__new__(cls)
-        object.__setattr__(made, "_arguments", (args, kwargs))
-        return made
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
         self.in_step = False  # whether a step has it
-
-    def another(self) -> Any:
-        """A new object with the same arguments, for another step."""
-        args, kwargs = self._arguments
-        return type(self)(*args, **kwargs)
 
     def begin(self, weights: ms.ParameterTuple, network: nn.Cell | None) -> None:
         """Called when a step with this link is built."""
