@@ -121,7 +121,7 @@ class Measure(nn.Cell):
         self.ratio = options.returns_ratio
         self.aux = options.aux
         self.first_aux = 1 + self.ratio
-        self.joined_in_python = options.splits_in_python
+        self.rows_are_open = options.splits_in_python and not options.trims
         self.returns_more = self.several or self.ratio or self.aux
         if self.several:
             self.loss_weights = ms.Tensor(options.loss_weights, ms.float32)
@@ -209,7 +209,7 @@ class Measure(nn.Cell):
     def seeded_outputs(self, seed, rows, *micro_batch):
         """The loss times its seed, the denominator of a ratio, and outputs, of which those of shape () are seeded."""
         outputs = self.network(*micro_batch)
-        check_outputs(outputs, self.ratio, self.aux, None if self.joined_in_python else rows)
+        check_outputs(outputs, self.ratio, self.aux, None if self.rows_are_open else rows)
         result: tuple = (float32_loss(outputs[0]) * seed,)
         if self.ratio:
             result = (*result, counts.valid_or_nan(outputs[1]))

@@ -103,20 +103,13 @@ def outputs_of(network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
-def shapes_of(
-    network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[ms.Parameter]
-) -> list[tuple[int, ...] | None]:
-    """The shapes of what the network returns; None for what is no Tensor."""
-    outputs = outputs_of(network, inputs, weights)
-    return [output.shape if isinstance(output, ms.Tensor) else None for output in outputs]
-
-
 def shapes_if_taken(
     network: nn.Cell, inputs: Sequence[ms.Tensor], weights: Sequence[ms.Parameter]
 ) -> list[tuple[int, ...] | None] | None:
-    """The same; None of a network that does not take these inputs, such as one with a reshape to one number of
-    samples."""
+    """The shapes of what the network returns; None for what is no Tensor, and of a network that does not take these
+    inputs, such as one with a reshape to one number of samples."""
     try:
-        return shapes_of(network, inputs, weights)
+        outputs = outputs_of(network, inputs, weights)
     except Exception:
         return None
+    return [output.shape if isinstance(output, ms.Tensor) else None for output in outputs]

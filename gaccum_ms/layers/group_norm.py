@@ -31,7 +31,7 @@ class GroupNorm(nn.GroupNorm):
 
 def convert_batchnorm_to_groupnorm(network: nn.Cell, num_groups: int) -> list[str]:
     r"""
-    Replace each BatchNorm layer of a network by GroupNorm over the same channels, in place.
+    Replace each BatchNorm layer of a network by GroupNorm over the same channels, those of axis 1, in place.
 
     BatchNorm normalises by the statistics of a micro-batch, so its results depend on how the batch is split. GroupNorm
     (Wu and He, `Group Normalization <https://arxiv.org/abs/1803.08494>`_ , 2018) normalises each sample by itself, so
@@ -56,9 +56,9 @@ def convert_batchnorm_to_groupnorm(network: nn.Cell, num_groups: int) -> list[st
 
     Raises:
         TypeError: If `network` is not a Cell, or `num_groups` not an int.
-        ValueError: If `num_groups` is less than 1 or does not divide the channels of each layer, if `network` is itself
-            a BatchNorm layer, or if a layer has its channels last; nothing is changed then. When the network runs: if a
-            group has only one value of a sample.
+        ValueError: If `num_groups` is less than 1 or does not divide the channels of each layer, or if `network` is
+            itself a BatchNorm layer; nothing is changed then. When the network runs: if a group has only one value of a
+            sample.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -88,12 +88,6 @@ def _check_layers(network: nn.Cell, layers: dict[str, nn.Cell], num_groups: int)
         raise ValueError(
             f"For '{_NAME}', the argument 'network' must hold the layers that are replaced, but got the layer "
             f"'{type(network).__name__}' itself. Use nn.GroupNorm in its place."
-        )
-    channels_last = [name for name, layer in layers.items() if getattr(layer, "format", "NCHW") != "NCHW"]
-    if channels_last:
-        raise ValueError(
-            f"For '{_NAME}', all layers must have their channels on axis 1, but got data_format='NHWC' of "
-            f"{', '.join(channels_last)}. Nothing was replaced. Build the network with data_format='NCHW'."
         )
     channels = {name: layer_of_parameters(layer).num_features for name, layer in layers.items()}
     misfits = [f"{name} ({number})" for name, number in channels.items() if number % num_groups]

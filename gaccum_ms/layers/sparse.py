@@ -19,21 +19,11 @@ def refuse_sparse_gradients(network: nn.Cell) -> None:
     """Raise for layers with sparse gradients, such as `nn.EmbeddingLookup` with ``sparse=True`` , its default."""
     names = [name for name, cell in held_cells(network) if _is_sparse(cell)]
     if names:
-        raise ValueError(_message(f"layers with sparse ones: {', '.join(names)}"))
-
-
-def explain_sparse_gradients(error: BaseException) -> None:
-    """Replace an error of MindSpore's compiler about a sparse gradient (its RowTensor) by our own."""
-    if "RowTensor" in str(error):
-        raise ValueError(_message("a sparse one, a RowTensor, while compiling")) from error
-
-
-def _message(what: str) -> str:
-    return (
-        f"For 'GradAccumulationCell', gradients must be dense, but got {what}. Use nn.Embedding, or "
-        f"nn.EmbeddingLookup with target='DEVICE' and sparse=False: an accumulator is as large as its table all the "
-        f"same."
-    )
+        raise ValueError(
+            f"For 'GradAccumulationCell', gradients must be dense, but got layers with sparse ones: "
+            f"{', '.join(names)}. Use nn.Embedding, or nn.EmbeddingLookup with target='DEVICE' and sparse=False: an "
+            f"accumulator is as large as its table all the same."
+        )
 
 
 def _is_sparse(cell: nn.Cell) -> bool:

@@ -10,17 +10,14 @@ from mindspore import mint, nn, ops
 
 from gaccum_ms.backend.code_of_cells import calls_of, named_cells
 from gaccum_ms.backend.held_cells import held_cells
+from gaccum_ms.checks.arguments import first_of
 from gaccum_ms.losses.batch_loss import WithBatchLossCell
 from gaccum_ms.losses.counts import CountSamples
 from gaccum_ms.losses.counts_of_labels import CountNotIgnored
 
 _OF_LABELS = (nn.CrossEntropyLoss, nn.NLLLoss, mint.nn.CrossEntropyLoss, mint.nn.NLLLoss)
 _FUNCTIONS = (ops.cross_entropy, ops.nll_loss)  # the same losses, as functions
-_OF_BATCH = {
-    nn.RMSELoss: "a root of a mean",
-    nn.DiceLoss: "a quotient of sums",
-    nn.MultiClassDiceLoss: "a mean of quotients of sums",
-}
+_OF_BATCH = (nn.RMSELoss, nn.DiceLoss, nn.MultiClassDiceLoss)  # a root of a mean, quotients of sums
 _INTEGERS = (ms.int8, ms.int16, ms.int32, ms.int64, ms.uint8, ms.uint16, ms.uint32, ms.uint64)
 
 
@@ -65,24 +62,20 @@ class KnownLosses:
         self._owner = owner
         self._by_samples = all(count is None or isinstance(count, CountSamples) for count in counts)
         self._by_labels = all(type(count) is CountNotIgnored for count in counts)
-        self._of_batch: dict[str, str] = {}
+        self._of_batch: list[str] = []
         self._of_labels: list[tuple[str, Any]] = []
         # For each label that is ignored, and each input, how many of them the window's first sample has.
         self._ignored: dict[tuple[int, int], int] = {}
         if not isinstance(function, WithBatchLossCell):
-            cells = list(cells_of(function))
-            self._of_batch = {
-                name: kind for name, cell in cells for loss, kind in _OF_BATCH.items() if isinstance(cell, loss)
-            }
+            self._of_batch = [name for name, cell in cells_of(function) if isinstance(cell, _OF_BATCH)]
             self._of_labels = [*losses_of_labels(function).items(), *functions_of_labels(function)]
 
     def advice(self, batch: Sequence[Any] | None = None, is_proved: bool = False) -> list[str]:
         """What to say about those that are weighed in a wrong way, as far as this batch and those before it show.
         `is_proved` : the loss was measured, and only labels of later batches can be ignored otherwise."""
-        owner, of_batch = self._owner, {} if is_proved else self._of_batch
-        # MultiClassDiceLoss has a DiceLoss.
-        outer = [name for name in of_batch if name.rpartition(".")[0] not in of_batch]
-        told = [_of_batch(owner, name, of_batch[name]) for name in outer]
+        owner, told = self._owner, []
+        if self._of_batch and not is_proved:
+            told.append(_of_whole_batch(owner, self._of_batch))
         for name, loss in self._of_labels:
             if loss.weight is not None:
                 if not is_proved and (self._by_samples or self._by_labels) and (batch is None or integer_inputs(batch)):
@@ -93,19 +86,19 @@ class KnownLosses:
         return list(dict.fromkeys(told))
 
 
-def _of_batch(owner: str, name: str, kind: str) -> str:
+def _of_whole_batch(owner: str, names: Sequence[str]) -> str:
     return (
-        f"For '{owner}', the loss '{name}' is {kind} over the whole batch, and the mean of those of "
-        f"micro-batches is another number. Give a GradAccumulationCell gaccum_ms.WithBatchLossCell(backbone, loss), "
-        f"which is exact."
+        f"For '{owner}', a loss ({first_of(names)}) is a root or a quotient of sums over the whole batch, and the mean "
+        f"of those of micro-batches is another number. Give a GradAccumulationCell "
+        f"gaccum_ms.WithBatchLossCell(backbone, loss), which is exact."
     )
 
 
 def _of_class_weights(owner: str, name: str, loss: nn.Cell | FunctionOfLabels) -> str:
     index = "" if loss.ignore_index == -100 else f", {loss.ignore_index}"
     return (
-        f"For '{owner}', the loss '{name}' has class weights and divides by the weights of the labels' classes, which "
-        f"{_parts(owner)} have in different amounts: they must be counted so. "
+        f"For '{owner}', the loss '{name}' has class weights and divides by the weights of the labels' classes, of "
+        f"which parts of a window have different amounts: they must be counted so. "
         f"{_remedy(owner, f'CountClassWeights(weight{index})')}."
     )
 
@@ -119,10 +112,6 @@ def _of_ignored(owner: str, name: str, loss: nn.Cell | FunctionOfLabels, positio
         f"have in different numbers: they must be counted so. {_remedy(owner, count)}; with shift=1 if the network "
         f"compares each output with the next label."
     )
-
-
-def _parts(owner: str) -> str:
-    return "batches" if owner == "GradAccumulator" else "micro-batches"
 
 
 def _remedy(owner: str, count: str) -> str:

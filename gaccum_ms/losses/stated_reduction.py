@@ -12,7 +12,6 @@ from gaccum_ms import backend
 from gaccum_ms.backend.code_of_cells import returned_by
 from gaccum_ms.backend.held_cells import held_values
 from gaccum_ms.losses.in_float32 import InFloat32
-from gaccum_ms.losses.per_sample_loss import PerSampleLoss
 
 _WORDS = {"mean": "mean", "sum": "sum", "none": "none", "batchmean": "mean"}  # the last one is of nn.KLDivLoss
 # Some of MindSpore's operators keep a number in place of the word.
@@ -40,18 +39,14 @@ def stated_reduction(function: Callable[..., Any]) -> StatedReduction | None:
         return None
     loss = _without_casts(network._loss_fn)
     owner = next(kind for kind in type(loss).__mro__ if "construct" in vars(kind))
+    is_certain = True
     if owner.__module__.startswith("mindspore."):
-        return _stated(loss, _of_mindspore(loss, owner), is_certain=True)
-    if isinstance(loss, nn.LossBase) and _returns_get_loss(loss):
-        return _stated(loss, _of_base(loss), is_certain=True)
-    # A PerSampleLoss has its own in semi-auto mode alone. That of a loss of MindSpore is of the code which is replaced.
-    if isinstance(loss, PerSampleLoss) or any(_reduces(kind) for kind in owner.__mro__[1:]):
-        return None
-    own = getattr(loss, "reduction", None)
-    if own is None and isinstance(loss, nn.LossBase):
-        own = _of_base(loss)
-    # A user's code often reduces by itself what an operator with "none" returns.
-    return _stated(loss, own, is_certain=False) if own in ("mean", "sum") else None
+        word = _of_mindspore(loss, owner)
+    elif isinstance(loss, nn.LossBase) and _returns_get_loss(loss):
+        word = _of_base(loss)
+    else:
+        word, is_certain = _of_user(loss, owner), False
+    return None if word is None else StatedReduction(type(loss).__name__, word, is_certain)
 
 
 def _without_casts(cell: Any) -> Any:
@@ -61,27 +56,30 @@ def _without_casts(cell: Any) -> Any:
     return cell
 
 
-def _stated(loss: nn.Cell, word: str | None, is_certain: bool) -> StatedReduction | None:
-    return None if word is None else StatedReduction(type(loss).__name__, word, is_certain)
-
-
-def _reduces(kind: type) -> bool:
-    """Whether it is one of MindSpore's losses, and not their base."""
-    is_cell = issubclass(kind, nn.Cell) and kind.__module__.startswith("mindspore.")
-    return is_cell and kind is not nn.LossBase and "reduction" in _arguments(kind)
-
-
-def _arguments(kind: type) -> Any:
-    return inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+def _of_user(loss: nn.Cell, owner: type) -> str | None:
+    """Of a loss with a user's code, which often reduces by itself what an operator with "none" returns. What a loss of
+    MindSpore says is of the code that the user's replaces."""
+    if any(kind is not nn.LossBase and _takes_reduction(kind) for kind in owner.__mro__[1:]):
+        return None
+    own = getattr(loss, "reduction", None)
+    if own is None and isinstance(loss, nn.LossBase):
+        own = _of_base(loss)
+    return own if own in ("mean", "sum") else None
 
 
 def _of_mindspore(loss: nn.Cell, owner: type) -> str | None:
     """Of a loss with MindSpore's own code: its `reduction` , else that of the operator or loss that it calls, else that
     of `nn.LossBase` , which does not know it if one of these does."""
-    if "reduction" not in _arguments(owner):  # such as nn.RMSELoss, a root of a mean
+    if not _takes_reduction(owner):  # such as nn.RMSELoss, a root of a mean
         return None
     words = [_word(getattr(value, "reduction", None)) for value in (loss, *(value for _, value in held_values(loss)))]
     return next(filter(None, words), None) or (_of_base(loss) if isinstance(loss, nn.LossBase) else None)
+
+
+def _takes_reduction(kind: type) -> bool:
+    """Whether it is a Cell of MindSpore whose constructor takes a `reduction` ."""
+    is_of_mindspore = issubclass(kind, nn.Cell) and kind.__module__.startswith("mindspore.")
+    return is_of_mindspore and "reduction" in inspect.signature(kind.__init__).parameters  # type: ignore[misc]
 
 
 def _of_base(loss: nn.LossBase) -> str:

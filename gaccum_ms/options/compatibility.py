@@ -369,7 +369,7 @@ RULES = (
         CELL,
         "`split=MaxTokens(...)`",
         "samples as weights: it needs `count`",
-        lambda s: s.options.splits_in_python and s.options.split.needs_count and not s.options.counts_items,
+        lambda s: s.options.trims and not s.options.counts_items,
         "'split' of class 'MaxTokens' fills micro-batches up with rows of padding, which must weigh nothing, but "
         "got count=None, by which they weigh as samples. Give a 'count' of tokens that are not padding, such as "
         "gaccum_ms.CountNotIgnored(), or reduction='ratio'.",

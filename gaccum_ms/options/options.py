@@ -87,7 +87,7 @@ class Options:
     @property
     def trims(self) -> bool:
         """Whether that function only leaves padding out, so that the batch may be trained whole, too."""
-        return self.splits_in_python and self.split.keeps_inputs
+        return self.splits_in_python and self.split.trims
 
     @property
     def auto(self) -> AutoSize | None:

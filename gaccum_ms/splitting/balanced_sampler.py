@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from mindspore import dataset
 
-from gaccum_ms.checks.arguments import check_bool, check_positive_int
+from gaccum_ms.checks.arguments import check_bool, check_not_negative_int, check_positive_int
 
 _NAME = "BalancedSampler"
 _EVEN = 1e-3  # groups are even when the largest sum is above the mean by at most this share of it
@@ -42,7 +42,8 @@ class BalancedSampler(dataset.Sampler):
     Raises:
         TypeError: If an argument has another type than above.
         ValueError: If `lengths` is empty, not one-dimensional or not numeric, or has a negative or non-finite value; if
-            `batch_size` or `num_shards` is less than 1; if `shard_id` is not from 0 to `num_shards` - 1.
+            `batch_size` or `num_shards` is less than 1; if `seed` is negative; if `shard_id` is not from 0 to
+            `num_shards` - 1.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -69,10 +70,9 @@ class BalancedSampler(dataset.Sampler):
     ) -> None:
         check_positive_int(_NAME, "batch_size", batch_size)
         check_positive_int(_NAME, "num_shards", num_shards)
-        for name, value in (("shard_id", shard_id), ("seed", seed)):
-            if type(value) is not int:
-                raise TypeError(f"For '{_NAME}', the argument '{name}' must be an int, but got {value!r}.")
-        if not 0 <= shard_id < num_shards:
+        check_not_negative_int(_NAME, "shard_id", shard_id)
+        check_not_negative_int(_NAME, "seed", seed)
+        if shard_id >= num_shards:
             raise ValueError(
                 f"For '{_NAME}', the argument 'shard_id' must be from 0 to {num_shards - 1}, but got {shard_id}."
             )

@@ -14,7 +14,7 @@ from gaccum_ms.checks.batches import checked_arrays, whole_numbers
 from gaccum_ms.splitting.auto_size import AutoSize, auto_size_of
 from gaccum_ms.splitting.splitter import MicroBatches, Splitter
 from gaccum_ms.splitting.token_plan import NOBODY, plan_tokens
-from gaccum_ms.splitting.token_rows import Rows, axes_of
+from gaccum_ms.splitting.token_rows import Rows
 from gaccum_ms.splitting.widths import best_widths
 from gaccum_ms.splitting.worst_case import WorstCase
 
@@ -40,9 +40,8 @@ class MaxTokens(Splitter):
             ``max_tokens`` of the step's ``split`` is ``None`` before the first batch, and then the number. It is at
             least the largest width, and at most large enough for all samples of a width in one micro-batch: more would
             be padding.
-        length (Union[int, Callable]): The lengths of a batch's samples: a function of its inputs that returns a Tensor
-            or array of shape :math:`(N,)`, or the position of the input that holds them. Everything behind a sample's
-            length is padding.
+        length (Callable): The lengths of a batch's samples: a function of its inputs that returns a Tensor or array of
+            shape :math:`(N,)`. Everything behind a sample's length is padding.
         widths (Union[int, Sequence[int]]): The widths to trim to, or the largest number of widths. With a number, the
             widths with the least padding are chosen at the first batch; the largest is the first batch's width, or
             `max_tokens` if that is smaller. Default: ``4`` .
@@ -65,7 +64,8 @@ class MaxTokens(Splitter):
         list[tuple[Tensor]], the inputs of each micro-batch. ``plan`` is then the :class:`TokenPlan` of this batch, to
         print and to draw. A training step does not change this object, which several steps may have: its ``split`` is a
         copy with the step's own ``plan`` , ``widths`` and ``max_tokens`` . Outputs of a network with `aux` come back in
-        the batch's order; tokens on axis 1 are padded with zeros, or cut, to :math:`W` .
+        the batch's order; those whose axis 1 is as long as each micro-batch is wide are padded with zeros, or cut, to
+        :math:`W` .
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -96,13 +96,12 @@ class MaxTokens(Splitter):
         padded to 8, without a plan: 52.1%
     """
 
-    needs_count = True  # rows of padding would count as samples
-    keeps_inputs = True  # the network also accepts the whole batch: `audit` can train on it
+    trims = True
 
     def __init__(
         self,
         max_tokens: int | str | AutoSize,
-        length: int | Callable,
+        length: Callable,
         widths: int | Sequence[int] = 4,
         *,
         lengths: Sequence[int] | None = None,
@@ -116,13 +115,11 @@ class MaxTokens(Splitter):
         if not self.auto:
             check_positive_int(_NAME, "max_tokens", size)
             self.max_tokens = size
-        if isinstance(length, bool) or not (isinstance(length, int) or callable(length)):
+        if not callable(length):
             raise TypeError(
-                f"For '{_NAME}', the argument 'length' must be a function of the batch's inputs, or the position of "
-                f"the input that holds the lengths, but got {length!r}."
+                f"For '{_NAME}', the argument 'length' must be a function of the batch's inputs, but got {length!r}."
             )
         self._length = length
-        self._padding: tuple[float, ...] | None = None if padding is None else tuple(padding)
         self._axes = dict(axes or {})
         self._number = 0
         if isinstance(widths, int):
@@ -132,10 +129,10 @@ class MaxTokens(Splitter):
             self.widths = checked_widths(widths, self.max_tokens)
         if lengths is not None and self._number:
             array = whole_numbers("lengths", np.asarray(lengths), None)
-            self._check_longest(array)
             self.widths = best_widths(np.maximum(array, 1), self._number)
-        self._given = self.max_tokens, self.widths
-        self._fillers = self._padding  # the padding value of each input; None until one is known
+            self._check_longest(array, self.widths, self.max_tokens)
+        # The padding value of each input; None until one is known.
+        self._fillers: tuple[float, ...] | None = None if padding is None else tuple(padding)
         self._filler_row: tuple[ms.Tensor, ...] | None = None  # a row of padding, until it is checked
         self._is_checked = False
 
@@ -148,8 +145,7 @@ class MaxTokens(Splitter):
         rows, widths = self._read(inputs, self.max_tokens)
         if self.auto:  # another rank, with narrower batches, may have found fewer tokens
             self.max_tokens = max(self.max_tokens, widths[-1])
-        self._check_longest(rows.lengths)
-        self._check_widest(rows.lengths, widths)
+        self._check_longest(rows.lengths, widths, self.max_tokens)
         fillers = self._fillers_of(rows)
         if fillers is None:
             self._check_needs_none(rows, widths)
@@ -161,39 +157,22 @@ class MaxTokens(Splitter):
         return [rows.micro_batch(samples, width) for width, samples in self.plan.micro_batches]
 
     def working_copy(self) -> MaxTokens:
-        made = copy.copy(self)
-        made.max_tokens, made.widths = self._given
-        made._fillers, made._filler_row, made._is_checked = self._padding, None, False
-        made.plan = None
-        return made
-
-    def cut_into(self, tokens: int) -> None:
-        """Let micro-batches have this many tokens, which a search has found."""
-        self.max_tokens = tokens
+        return copy.copy(self)
 
     def worst_case(self, *inputs: Any) -> WorstCase:
         """The micro-batches that a search for the number of tokens tries with a batch. Nothing changes here."""
         rows, widths = self._read(inputs, None)
-        self._check_widest(rows.lengths, widths)
+        self._check_longest(rows.lengths, widths)
         return WorstCase(rows, widths)
 
-    def two_sizes(self, *inputs: Any) -> tuple[MicroBatches, tuple[int, int], tuple[int, int]]:
-        """Nothing changes here."""
-        rows, possible = self._read(inputs, self.max_tokens)
-        width = possible[-1]
-        other = next((each for each in (rows.before, *possible) if each != width), max(width - 1, 1))
-        numbers = (2, 4) if (width, other) == (2, 3) else (2, 3)
-        samples = [np.resize(np.arange(rows.lengths.size), number) for number in numbers]
-        runs = [rows.micro_batch(*run) for run in zip(samples, (width, other), strict=True)]
-        return runs, numbers, (width, other)
-
-    def in_order(self, outputs: Sequence[np.ndarray], has_tokens: bool) -> np.ndarray:
-        """They have the batch's width, too."""
-        if self.plan is None:
-            raise RuntimeError(f"For '{_NAME}', outputs must be those of a batch that was split, but none was.")
-        width = self.plan.before
-        joined = np.concatenate([_at_width(output, width) for output in outputs] if has_tokens else outputs)
-        return joined[self.plan.order]
+    def in_order(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
+        """An output of all micro-batches of the last batch, joined in the batch's order, and at its width if axis 1
+        counts tokens: if it is as long as each micro-batch is wide."""
+        plan: Any = self.plan
+        widths = [width for width, _ in plan.micro_batches]
+        if all(output.shape[1:2] == (width,) for output, width in zip(outputs, widths, strict=True)):
+            outputs = [_at_width(output, plan.before) for output in outputs]
+        return np.concatenate(outputs)[plan.order]
 
     def check_padding(self, counted: Callable[..., Sequence[tuple[str, float]]]) -> None:
         """Done once."""
@@ -213,55 +192,36 @@ class MaxTokens(Splitter):
         arrays = checked_arrays(inputs)
         samples, before = arrays[0].shape[:2]
         lengths = self._lengths(inputs, samples, before)
-        axes = [self._axes.get(position, axes_of(array, before)) for position, array in enumerate(arrays)]
-        self._check_padding_of(arrays)
+        axes = [
+            self._axes.get(position, (1,) if array.ndim > 1 and array.shape[1] == before else ())
+            for position, array in enumerate(arrays)
+        ]
+        if self._fillers is not None and len(self._fillers) != len(arrays):
+            raise ValueError(
+                f"For '{_NAME}', the argument 'padding' must have one value for each input, but got "
+                f"{len(self._fillers)} and {len(arrays)} input(s)."
+            )
         # Until the padding is known, values that the inputs hold somewhere, for trials of sizes alone.
         fillers = self._fillers or tuple(array.flat[0] if array.size else 0 for array in arrays)
-        rows = Rows(arrays, axes, fillers, lengths, before)
-        return rows, self._widths_for(lengths, before, max_tokens)
+        widths = self.widths
+        if widths is None:
+            largest = before if max_tokens is None or self.auto else min(before, max_tokens)
+            widths = best_widths(lengths, self._number, largest=max(lengths.max(), largest))
+        return Rows(arrays, axes, fillers, lengths, before), widths
 
     def _lengths(self, inputs: Sequence[Any], samples: int, before: int) -> np.ndarray:
         """The length of each sample, at least 1: an empty sample has a row too."""
-        if callable(self._length):
-            lengths = self._length(*inputs)
-        elif 0 <= self._length < len(inputs):
-            lengths = inputs[self._length]
-        else:
-            raise ValueError(
-                f"For '{_NAME}', the argument 'length' must be the position of an input, but got {self._length} and "
-                f"{len(inputs)} input(s)."
-            )
+        lengths = self._length(*inputs)
         array = np.asarray(lengths.asnumpy() if isinstance(lengths, ms.Tensor) else lengths)
         return np.maximum(whole_numbers("length", array, samples, before), 1)
 
-    def _widths_for(self, lengths: np.ndarray, before: int, max_tokens: int | None) -> tuple[int, ...]:
-        if self.widths is not None:
-            return self.widths
-        largest = before if max_tokens is None or self.auto else min(before, max_tokens)
-        return best_widths(lengths, self._number, largest=max(lengths.max(), largest))
-
-    def _check_longest(self, lengths: np.ndarray) -> None:
+    def _check_longest(self, lengths: np.ndarray, widths: tuple[int, ...], max_tokens: int | None = None) -> None:
         longest = int(lengths.max())
-        if self.max_tokens is not None and longest > self.max_tokens and not self.auto:
+        if longest > widths[-1] or (max_tokens is not None and longest > max_tokens):
             raise ValueError(
-                f"For '{_NAME}', the argument 'max_tokens' must be at least as large as the longest sample, but got "
-                f"max_tokens={self.max_tokens} and a sample of {longest} tokens. Cut such samples, or give a larger "
-                f"'max_tokens'."
-            )
-
-    def _check_widest(self, lengths: np.ndarray, widths: tuple[int, ...]) -> None:
-        longest = int(lengths.max())
-        if longest > widths[-1]:
-            raise ValueError(
-                f"For '{_NAME}', the largest width must hold the longest sample, but got widths {list(widths)} and a "
-                f"sample of {longest} tokens. Cut such samples, or give 'widths' or 'lengths' that include theirs."
-            )
-
-    def _check_padding_of(self, arrays: Sequence[np.ndarray]) -> None:
-        if self._padding is not None and len(self._padding) != len(arrays):
-            raise ValueError(
-                f"For '{_NAME}', the argument 'padding' must have one value for each input, but got "
-                f"{len(self._padding)} and {len(arrays)} input(s)."
+                f"For '{_NAME}', the largest width and 'max_tokens' must be at least the length of the longest sample, "
+                f"but got widths {list(widths)}, max_tokens={self.max_tokens or 'auto'} and a sample of {longest} "
+                f"tokens. Cut such samples; or give a larger 'max_tokens', or 'widths' or 'lengths' that include them."
             )
 
     def _fillers_of(self, rows: Rows) -> tuple[Any, ...] | None:

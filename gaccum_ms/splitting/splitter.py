@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mindspore as ms
-import numpy as np
 
 from gaccum_ms.splitting.auto_size import AutoSize
 from gaccum_ms.splitting.even_split import EvenSplit
@@ -15,24 +14,12 @@ from gaccum_ms.splitting.token_plan import TokenPlan
 MicroBatches = list[tuple[ms.Tensor, ...]]
 
 
-class Trials(Protocol):
-    """The micro-batches that a search for their size tries."""
-
-    multiple_of: int  # tokens
-    most: int  # the largest number worth trying, in multiples of `multiple_of`
-
-    def of(self, tokens: int) -> Splitter:
-        """The largest micro-batches that this number allows."""
-        ...
-
-
 class Splitter:
     """Makes micro-batches of a batch. What is written here holds for a plain function, of which nothing is known but
     the micro-batches that it returns."""
 
     auto: AutoSize | None = None  # the search for the size of micro-batches, if there is one
-    needs_count = False  # whether micro-batches have rows that must weigh nothing
-    keeps_inputs = False  # whether micro-batches only lack padding, so that the network accepts the whole batch too
+    trims = False  # whether micro-batches are rows of the batch, and rows of padding, which must weigh nothing
     joins = True  # whether the network's outputs are joined; of a trial they are of no use
     plan: TokenPlan | None = None  # the layout of the last batch
 
@@ -48,20 +35,6 @@ class Splitter:
     def check_padding(self, counted: Callable[..., Sequence[tuple[str, float]]]) -> None:
         """Check, after a batch was split, that rows without a sample count nothing. `counted` : a function of the
         inputs of such a row, which returns names and numbers that must be 0."""
-
-    def two_sizes(self, *batch: Any) -> tuple[MicroBatches, tuple[int, int], tuple[int, int]] | None:
-        """Two micro-batches that differ in their rows and widths, the numbers of rows, and the widths; None: no other
-        sizes can be tried."""
-        return None
-
-    def in_order(self, outputs: Sequence[np.ndarray], has_tokens: bool) -> np.ndarray:
-        """An output of all micro-batches, joined in the batch's order. `has_tokens` : whether axis 1 counts tokens, as
-        `two_sizes` has shown."""
-        raise NotImplementedError
-
-    def worst_case(self, *batch: Any) -> Trials:
-        """What a search for the size of micro-batches tries, where `keeps_inputs` ."""
-        raise NotImplementedError
 
 
 class OfFunction(Splitter):

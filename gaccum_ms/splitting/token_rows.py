@@ -32,8 +32,3 @@ class Rows(NamedTuple):
             taken[target] = array[source]
             inputs.append(ms.Tensor(taken))
         return tuple(inputs)
-
-
-def axes_of(array: np.ndarray, width: int) -> tuple[int, ...]:
-    """The axes that are trimmed by default."""
-    return (1,) if array.ndim > 1 and array.shape[1] == width else ()

@@ -22,11 +22,10 @@ import numpy as np
 from mindspore import ops
 
 from gaccum_ms.accumulation.open_window import SUMS
-from gaccum_ms.accumulation.outputs import check_aux
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import OfWindow
 from gaccum_ms.backend.snapshot import as_numpy
-from gaccum_ms.backend.without_effect import outputs_of, shapes_if_taken, shapes_of
+from gaccum_ms.backend.without_effect import outputs_of
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.training.runner import Batch, Runner
 
@@ -65,8 +64,6 @@ class PythonSplit(Runner):
         self._count = options.own_count
         self._by_samples = self._count is None
         self._first_output = 1 + options.returns_ratio  # its position in what the network returns
-        # Of each output of a MaxTokens, whether axis 1 counts tokens.
-        self._has_tokens: list[bool] | None = None
         self.split = options.split.working_copy()
         self._renew_graphs()
 
@@ -89,15 +86,13 @@ class PythonSplit(Runner):
 
     def cut_into(self, size: int) -> None:
         """Train with this size from now on."""
-        self.split.cut_into(size)
+        self.split.max_tokens = size
         self._renew_graphs()
 
     def prepare(self, inputs: tuple[Any, ...]) -> Batch:
         micro_batches = micro_batches_of(self.split, inputs, self._by_samples)
         self._components.check_inputs(len(micro_batches[0]))
         self.split.check_padding(self._counted)
-        if self._components.options.aux and self._has_tokens is None:
-            self._look_at_outputs(inputs)
         return Batch(inputs, lambda: micro_batches)
 
     def _counted(self, *micro_batch: ms.Tensor) -> list[tuple[str, float]]:
@@ -112,22 +107,6 @@ class PythonSplit(Runner):
             return []  # a check explains it when the step is compiled
         numerator, denominator = (float(value.item()) for value in pair)
         return [("the denominator of a ratio", denominator), ("the numerator of a ratio", numerator)]
-
-    def _look_at_outputs(self, batch: Sequence[Any]) -> None:
-        """Check the outputs at two sizes, so that none fits by chance, and see which have tokens on axis 1."""
-        sizes = self.split.two_sizes(*batch)
-        if sizes is None:
-            return
-        runs, rows, widths = sizes
-        network, weights = self._components.network, self._components.weights
-        shapes = [shapes_of(network, runs[0], weights), shapes_if_taken(network, runs[1], weights)]
-        has_tokens = []
-        for of_size, number, width in zip(shapes, rows, widths, strict=True):
-            if of_size is not None:
-                check_aux(of_size, self._components.options.returns_ratio, number)
-                aux = of_size[self._first_output :]
-                has_tokens.append([shape is not None and len(shape) > 1 and shape[1] == width for shape in aux])
-        self._has_tokens = [all(of_sizes) for of_sizes in zip(*has_tokens, strict=True)]
 
     def run(self, batch: Batch) -> Any:
         return self.end(self.add(batch))
@@ -181,8 +160,8 @@ class PythonSplit(Runner):
         if not self.split.joins:
             return outputs[0]
         arrays = [output.asnumpy() for output in outputs]
-        if self._has_tokens is not None:
-            joined = self.split.in_order(arrays, self._has_tokens[number])
+        if self.split.trims:
+            joined = self.split.in_order(arrays)
         else:
             joined = _concatenated(self._first_output + number, arrays, micro_batches)
         return ms.Tensor(joined, outputs[0].dtype)

@@ -66,7 +66,6 @@ from gaccum_ms.checks.arguments import check_positive_int
 from gaccum_ms.checks.other_names import explains_other_names
 from gaccum_ms.distributed.ranks import broadcast_parameters
 from gaccum_ms.distributed.stages import stages
-from gaccum_ms.layers.sparse import explain_sparse_gradients
 from gaccum_ms.options import compatibility
 from gaccum_ms.options.rules import CELL, IN_ONE_GRAPH, PIPELINE
 from gaccum_ms.record.run_record import RunRecord, rule_of
@@ -416,12 +415,11 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
         try:
             with self._on_ranks_that_agree():
                 outputs = self._runner.run(batch)
-        except BaseException as error:
+        except BaseException:
             close_tape()
             self.window.reset_eagerly()  # else the next batch would be added to what this one left
             if self.update.has_statistics and not int(self.window_position.asnumpy()):
                 self.update.statistics.reset_eagerly()
-            explain_sparse_gradients(error)
             raise
         if self._counts is not None:
             self._counts.check(batch)

@@ -26,18 +26,15 @@ def _check_changed(name, number, shapes, wanted):
 
 
 class _ByFunction(Transform):
-    """A link around a plain function, or a Cell that is no Transform."""
+    """A link around a function."""
 
     def __init__(self, function: Callable) -> None:
         super().__init__()
         # In a tuple, because graph mode treats a function that is an attribute as a method.
-        self.functions: tuple[Callable, ...] = () if isinstance(function, nn.Cell) else (function,)
-        self.is_cell = isinstance(function, nn.Cell)
-        if self.is_cell:
-            self.cell = function
+        self.functions = (function,)
 
     def change(self, gradients):
-        return self.cell(gradients) if self.is_cell else self.functions[0](gradients)
+        return self.functions[0](gradients)
 
 
 class Chain(nn.Cell):
@@ -69,7 +66,6 @@ class Chain(nn.Cell):
         self.shapes = tuple(tuple(weight.shape) for weight in weights)
         self.may_forbid = tuple(type(link).allows is not Transform.allows for link in links)
         self.vetoes = any(self.may_forbid)
-        self.acts_before = tuple(type(link).before_update is not Transform.before_update for link in links)
         self.map = ops.HyperMap()
 
     # -- compiled ------------------------------------------------------------------------------------------------------
@@ -100,9 +96,8 @@ class Chain(nn.Cell):
         return tuple(gradients)
 
     def before_update(self, gradients):
-        for index in range(len(self.links)):
-            if self.acts_before[index]:
-                gradients = self.links[index].before_update(gradients)
+        for link in self.links:
+            gradients = link.before_update(gradients)
         return gradients
 
     def after_update(self, after):

@@ -87,23 +87,3 @@ def test_sparse_gradients_of_lookups_are_refused_before_training():
         with pytest.raises(ValueError, match=r"must be dense, but got .* sparse ones: network.layer.* Use nn.E"):
             make_step(Lookup(layer), nn.Adam, micro_size=2)
     make_step(Lookup(nn.EmbeddingLookup(9, 4, target="DEVICE", sparse=False)), nn.Adam, micro_size=2)
-
-
-PRIMITIVES = {"gather": ops.SparseGatherV2}
-
-
-class HiddenLookup(nn.Cell):
-    """Only the compiler can find the primitive that this makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = ms.Parameter(ops.ones((9, 4)), name="table")
-
-    def construct(self, tokens):
-        return ops.square(PRIMITIVES["gather"]()(self.table, tokens, 0))
-
-
-def test_a_sparse_gradient_that_only_the_compiler_sees_is_refused_by_the_same_words():
-    step = make_step(Lookup(HiddenLookup()), micro_size=2)
-    with pytest.raises(ValueError, match=r"gradients must be dense, but got a sparse one, a RowTensor.* Use nn.Embedd"):
-        step(Tensor([[1, 2], [2, 5]], ms.int32))

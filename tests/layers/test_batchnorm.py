@@ -7,7 +7,7 @@ import warnings
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from gaccum_ms import GradAccumulationCell, WindowBatchNorm
 from tests.support.reference import CLASSES, FEATURES, BatchNormInEvalNet, Outer, batches, make_step

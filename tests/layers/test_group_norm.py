@@ -136,11 +136,6 @@ def test_bad_networks_are_refused(pynative):
         convert_batchnorm_to_groupnorm([nn.BatchNorm2d(4)], 2)
     with pytest.raises(ValueError, match="the layer 'BatchNorm2d' itself"):
         convert_batchnorm_to_groupnorm(nn.BatchNorm2d(4), 2)
-    network = nn.SequentialCell(nn.BatchNorm2d(4))
-    network[0].format = "NHWC"  # MindSpore makes such a layer only on GPU
-    with pytest.raises(ValueError, match=r"data_format='NHWC' of 0. Nothing was replaced"):
-        convert_batchnorm_to_groupnorm(network, 2)
-    assert type(network[0]) is nn.BatchNorm2d
     network = nn.SequentialCell(nn.BatchNorm1d(4))
     convert_batchnorm_to_groupnorm(network, 4)
     with pytest.raises(ValueError, match=r"shape \(3, 4\) and 4 groups. Use fewer groups"):

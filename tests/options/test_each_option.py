@@ -135,11 +135,11 @@ BROKEN = [
     ({"transforms": (SkipSpikes(2.0),), "max_grad_norm": 1.0}, "leaves no spike .* 'ClipByGlobalNorm'. Give"),
     ({"transforms": (abs, ClipByValue(1.0))}, "one device's part there, but got abs. Give a Transform whose class"),
     ({"overflow": "drop_micro_batch", "reduction": "sum"}, "='drop_micro_batch', record_noise=False, .*=None. Give"),
-    ({"split": MaxTokens(8, 0)}, "fills micro-batches up with rows of padding, .* but got count=None"),
+    ({"split": MaxTokens(8, len)}, "fills micro-batches up with rows of padding, .* but got count=None"),
     ({"split": EvenSplit(shared=(1,))}, r"pipeline the argument 'split' must be None, but got EvenSplit\(shared=\(1,"),
     (BY_FUNCTION, "must be the network's inputs, .* but got a function as 'split': only"),
     (BY_FUNCTION, "must be so many samples of the batch, .* but got a function as 'split': only"),
-    ({"split": MaxTokens(8, 0)}, "each number is a row of the report, but got 'split' of class 'MaxTokens', whose"),
+    ({"split": MaxTokens(8, len)}, "each number is a row of the report, but got 'split' of class 'MaxTokens', whose"),
 ]
 
 

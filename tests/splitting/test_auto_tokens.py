@@ -78,5 +78,5 @@ def test_what_is_refused(pynative):
     with pytest.raises(ValueError, match="must be so many samples of the batch"):
         function = GradAccumulationCell(network, split=lambda *batch: [batch])
         find_micro_batch_size(function, optimizer, batch)
-    with pytest.raises(ValueError, match=r"got widths \[4, 9\] and a sample of 24 tokens"):
+    with pytest.raises(ValueError, match=r"got widths \[4, 9\], max_tokens=auto and a sample of 24 tokens"):
         run(step_of(max_tokens(max_tokens="auto", widths=[4, 9])), DATA[:1])

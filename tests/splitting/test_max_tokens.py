@@ -290,12 +290,12 @@ def test_the_users_object_stays_as_it_is_and_serves_two_steps(pynative):
 def test_bad_arguments():
     for arguments, error, why in (
         ({"max_tokens": 0}, ValueError, "'max_tokens' must be at least 1, but got 0"),
-        ({"length": None}, TypeError, "'length' must be a function of the batch's inputs, or the position"),
+        ({"length": 1}, TypeError, "'length' must be a function of the batch's inputs, but got 1"),
         ({"widths": 0}, ValueError, "'widths' must be at least 1"),
         ({"widths": "4"}, TypeError, "'widths' must be an int, the largest number of widths, or the widths"),
         ({"widths": [8, 4]}, ValueError, r"'widths' must be ascending, from 1 to max_tokens=48, but got \[8, 4\]"),
         ({"lengths": [1.5]}, ValueError, "'lengths' must give whole numbers"),
-        ({"lengths": [3, 49]}, ValueError, "'max_tokens' must be .* but got max_tokens=48 and a sample of 49 tokens"),
+        ({"lengths": [3, 49]}, ValueError, "'max_tokens' must be .* but got .*max_tokens=48 and a sample of 49 tokens"),
     ):
         with pytest.raises(error, match=why):
             max_tokens(**arguments)
@@ -322,9 +322,7 @@ def test_bad_batches():
         max_tokens(padding=(0,))(*map(Tensor, DATA[0]))
     with pytest.raises(ValueError, match=r"first input must be of shape \(N, W, ...\)"):
         max_tokens()(Tensor(np.ones(3, np.int32)), Tensor(np.ones(3, np.int32)))
-    with pytest.raises(ValueError, match="'length' must be the position of an input, but got 5 and 2"):
-        max_tokens(length=5)(*map(Tensor, DATA[0]))
-    with pytest.raises(ValueError, match=r"got widths \[4, 9\] and a sample of 24 tokens"):
+    with pytest.raises(ValueError, match=r"got widths \[4, 9\], max_tokens=48 and a sample of 24 tokens"):
         max_tokens(widths=[4, 9])(*map(Tensor, DATA[0]))
     with pytest.raises(TypeError, match="input 0 got"):
         max_tokens()("text", Tensor(np.ones(3, np.int32)))
