@@ -97,35 +97,6 @@ def draw_noise_scale(records: Sequence[Any], path: str | Path) -> None:
     save(figure, path)
 
 
-def draw_memory(report: Any, path: str | Path) -> None:
-    """A stacked bar for each number of micro-batches of a `MemoryReport` , the measured peak and the limit."""
-    figure, (panel,) = panels(1, 8, 4.5)
-    rows, mb = report.rows, 1e6
-    always = report.framework + report.batch + report.parameters + report.optimizer_state
-    parts = (
-        ("framework", "#999999", report.framework),
-        ("batch", "#F0E442", report.batch),
-        ("parameters", BLUE, report.parameters),
-        ("optimizer state", SKY, report.optimizer_state),
-        ("accumulators", GREEN, [row.peak - row.intermediate - always for row in rows]),
-        ("intermediate values, predicted", ORANGE, [row.intermediate for row in rows]),
-    )
-    places, bottoms = np.arange(len(rows)), np.zeros(len(rows))
-    for name, colour, size in parts:
-        heights = np.array(size) / mb
-        panel.bar(places, heights, bottom=bottoms, label=name, color=colour)
-        bottoms += heights
-    measured = [math.nan if row.peak_measured is None else row.peak_measured / mb for row in rows]
-    if not np.isnan(measured).all():
-        panel.plot(places, measured, "kx", label="measured")
-    if report.memory_limit / mb < 2 * bottoms.max():  # a much higher limit would make the bars too small
-        panel.axhline(report.memory_limit / mb, color="black", linestyle="--", label="limit")
-    panel.set_xticks(places, [f"{row.micro_size}\n({row.micro_batch_size})" for row in rows])
-    panel.set(xlabel="micro_size (samples in a micro-batch)", ylabel=f"{report.what}, MB")
-    panel.legend(loc="upper right", fontsize="small")
-    save(figure, path)
-
-
 def draw_token_plan(plan: Any, path: str | Path) -> None:
     """The rows of each micro-batch of a `TokenPlan` , with tokens and padding in two colours."""
     figure, (panel,) = panels(1, 8, 4)
