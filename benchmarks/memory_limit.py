@@ -5,7 +5,8 @@ process; shared memory counts once. For each network:
 
 * alone       training with micro-batches of each size, and nothing before it: the true peak. There are separate true
               peaks for ``micro_batch_size="auto"`` , which always accumulates, in two graphs, with each size given;
-* predicted   the first of these peaks by `memory_report(measure=False)` , from one process;
+* predicted   the first of these peaks by `memory_report` , from one process, with a limit midway between the true peaks
+              of a quarter of the batch and half of it: what is larger is predicted;
 * searched    `find_micro_batch_size` and ``"auto"`` , each with a limit midway between the true peaks of two
               neighbouring sizes, or just above all if these differ by too little, and then training with the result.
 """
@@ -63,8 +64,8 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
     network = nn.WithLossCell(network, NETWORKS[name].mindspore_loss())
     batch = [ms.Tensor(value) for value in NETWORKS[name].data(samples)]
     if kind == "report":
-        found = memory_report(GradAccumulationCell(network, 2), optimizer, *batch, memory_limit=number, measure=False)
-        return {"predicted": {row.micro_batch_size: row.peak for row in found.rows}, "probed": found.probed}
+        found = memory_report(GradAccumulationCell(network, 2), optimizer, *batch, memory_limit=number)
+        return {"predicted": {row.micro_batch_size: row.peak for row in found.rows if not row.measured}}
     size = number
     if kind == "find":
         size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, batch, number)
@@ -74,10 +75,10 @@ def _program(kind: str, name: str, samples: int, number: int) -> dict[str, Any]:
         step._runner.runner.cut_into(size)
     for _ in range(_UPDATES):
         step(*batch).asnumpy()
-    return {"size": step.micro_batch_size, "peak": _kilobytes("/proc/self/status", "VmHWM")}
+    return {"size": step.micro_batch_size, "peak": bytes_in("/proc/self/status", "VmHWM")}
 
 
-def _kilobytes(file: str, *names: str) -> int:
+def bytes_in(file: str, *names: str) -> int:
     """The sum of a /proc file's values of these names, in bytes."""
     found = re.findall(rf"^(?:{'|'.join(names)}):\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
     return sum(map(int, found)) * 1024
@@ -122,10 +123,10 @@ def together(process: int) -> int:
     is read slowly, up to 0.1 s, so this process is read before and after, and the smaller size counts."""
     own_file = f"/proc/{process}/status"
     try:
-        before = _kilobytes(own_file, "VmRSS")
+        before = bytes_in(own_file, "VmRSS")
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-        own = [_kilobytes(f"/proc/{child}/smaps_rollup", *_OWN) for child in children]
-        return min(before, _kilobytes(own_file, "VmRSS")) + sum(own)
+        own = [bytes_in(f"/proc/{child}/smaps_rollup", *_OWN) for child in children]
+        return min(before, bytes_in(own_file, "VmRSS")) + sum(own)
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return 0
 
@@ -148,13 +149,12 @@ def measure(name: str, samples: int, runs: int, seconds: float) -> str:
     """The tables and targets of one network."""
     alone: dict[str, dict[int, int]] = {}
     for way, kind in WAYS.items():
-        sizes = neighbours(samples) + [2, samples // 16] * (way == "find")  # these are only predicted
-        alone[way] = {size: _watched(seconds, kind, name, samples, size).answer["peak"] for size in sorted({*sizes})}
+        alone[way] = {size: _watched(seconds, kind, name, samples, size).answer["peak"] for size in neighbours(samples)}
     report.log(f"{name}: alone {alone}")
-    answer = _watched(seconds, "report", name, samples, 1 << 40).answer
+    answer = _watched(seconds, "report", name, samples, limit_of(alone["find"], samples)).answer
     targets, predicted = [], []
     for size, peak in alone["find"].items():
-        expected = answer["predicted"].get(str(size))  # None: no row of the report has this size
+        expected = answer["predicted"].get(str(size))  # None: measured, or no row of the report
         ratio = expected and expected / peak
         texts = [report.number(bytes_, 1, 1e-6) for bytes_ in (peak, expected, alone["auto"].get(size))]
         predicted.append([size, *texts[:2], report.number(ratio, 3), texts[2]])
@@ -178,7 +178,7 @@ def measure(name: str, samples: int, runs: int, seconds: float) -> str:
         targets.append(Target(f"{name}, {way}: sizes found in {runs} runs", len(set(found)), 2))
     return "\n".join(
         [
-            f"{name}, batch {samples}, predicted from {answer['probed']} samples\n",
+            f"{name}, batch {samples}\n",
             report.columns(("samples", "alone MB", "predicted MB", "predicted / alone", "auto alone MB"), predicted),
             "",
             report.columns(

@@ -12,177 +12,144 @@ ever. That is rare, so the run is then tried in another copy.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import pickle
-import select
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mindspore as ms
+import psutil
 
 from gaccum_ms.backend import fork_utils
-from gaccum_ms.memory.proc import forget_peak, own, sizes_in
 
-_COPIES = 3  # one after the other, if they wait for something
 _STUCK_AFTER = 20  # seconds without any work
 _LOOKS_EVERY = 0.001  # seconds between two looks at the copy
 _CODE = 24_000_000  # bytes: pages of code that a first training reads, more than a process has that has not trained
+_CLEAR_REFS = Path("/proc/self/clear_refs")  # 5, written into it, resets the peak of the resident size
 
 
-class Usage(NamedTuple):
-    """Bytes that a run would need in this process, and by how much more this process and a copy need."""
-
-    peak: int  # during the run
-    after: int  # after the run
-    copied: int = 0
-
-
-class TooMuchMemory(MemoryError):
-    """The copy was ended because both processes would have exceeded the limit, or by the system. `reached` : their
-    bytes; the limit if the system has ended it."""
-
-    def __init__(self, message: str, reached: int) -> None:
-        super().__init__(message)
-        self.reached = reached
+def check_system(owner: str) -> None:
+    """Refuse what is not Linux, and sandboxes that do not report the peak of a process."""
+    if not os.access(_CLEAR_REFS, os.W_OK):
+        raise RuntimeError(
+            f"For '{owner}', memory on CPU is measured by the peak of a process's resident size, which needs "
+            f"{_CLEAR_REFS} of Linux, but got a system without it. Measure outside of this sandbox, or on an "
+            f"accelerator."
+        )
 
 
-class StuckError(RuntimeError):
-    """The copy was ended because it waited for something that only another thread of this process could do."""
+def run_in_child(owner: str, limit: int, run: Callable[[], Any]) -> tuple[int, int]:
+    """Run a function in a copy of this process; its result is lost. Returns the bytes that this process would need at
+    its peak, and how many more it and a copy need. Raises the function's error; MemoryError if both processes would
+    have exceeded the limit, or the system has ended the copy; TimeoutError if two copies, one after the other, do
+    nothing for 20 seconds."""
+    try:
+        return _run_in_copy(owner, limit, run)
+    except TimeoutError:
+        return _run_in_copy(owner, limit, run)
 
 
-def run_in_child(owner: str, limit: int, run: Callable[[], Any]) -> Usage:
-    """Run a function in a copy of this process; its result is lost. Raises its error, or TooMuchMemory;
-    StuckError if three copies do nothing for 20 seconds each."""
-    for _ in range(_COPIES - 1):
-        with suppress(StuckError):
-            return _run_in_copy(owner, limit, run)
-    return _run_in_copy(owner, limit, run)
-
-
-def _run_in_copy(owner: str, limit: int, run: Callable[[], Any]) -> Usage:
+def _run_in_copy(owner: str, limit: int, run: Callable[[], Any]) -> tuple[int, int]:
     gc.collect()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    own_size = own("VmRSS")
-    answers, answer = os.pipe()
+    own_size = psutil.Process().memory_info().rss
+    fork = multiprocessing.get_context("fork")
+    answers, answer = fork.Pipe(duplex=False)
+    copy = fork.Process(target=_answer, args=(answer, run))
     fork_utils.prepare_before_fork()
-    child = os.fork()
-    if child == 0:
-        _answer(answer, lambda: _measured(run))
-    ended = False
+    copy.start()
     try:
         fork_utils.parent_at_fork()
-        os.close(answer)
-        with os.fdopen(answers, "rb") as pipe:
-            text = _watched(owner, limit, pipe, child)
-        ended = True
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    finally:
-        if not ended:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    if status == -signal.SIGKILL:
-        raise TooMuchMemory(f"For '{owner}', the system ended a trial, as it does when memory runs out.", limit)
-    if not text:
+        answer.close()
+        succeeded, value = _watched(owner, limit, answers, psutil.Process(copy.pid))
+    except EOFError:
+        copy.join()
+        if copy.exitcode == -signal.SIGKILL:
+            raise MemoryError(f"For '{owner}', the system ended a trial, as it does when memory runs out.") from None
         raise RuntimeError(
             f"For '{owner}', a trial must run in a copy of this process, but got one that ended with exit code "
-            f"{status}. Search in a program's beginning, before it starts threads of its own."
-        )
-    succeeded, value = pickle.loads(text)
+            f"{copy.exitcode}. Search in a program's beginning, before it starts threads of its own."
+        ) from None
+    finally:
+        copy.kill()
+        copy.join()
+        answers.close()
     if not succeeded:
         raise value
-    peak, after, copied = value
-    return Usage(own_size + _CODE + peak, own_size + _CODE + after, copied)
+    peak, copied = value
+    return own_size + _CODE + peak, copied
 
 
-def _watched(owner: str, limit: int, pipe: Any, child: int) -> bytes:
-    """What a copy writes into a pipe until it closes it. Raises TooMuchMemory or StuckError. To read the memory of both
-    processes takes Linux some 10 ms, so the copy's own is read instead until it has taken half of what was free."""
-    text, work, worked_at = b"", 0.0, time.monotonic()
+def _watched(owner: str, limit: int, answers: Connection, copy: psutil.Process) -> tuple[bool, Any]:
+    """The copy's answer; EOFError if it ends without one. To read the memory of both processes takes Linux some 10 ms,
+    so the copy's own is read instead until it has taken half of what was free."""
+    this, work, worked_at = psutil.Process(), 0.0, time.monotonic()
     size = reads_at = free = 0  # bytes: of the copy; its size at which both are read again; left for both
-    while True:
-        if select.select([pipe], [], [], _LOOKS_EVERY)[0]:
-            more = os.read(pipe.fileno(), 1 << 16)
-            if not more:
-                return text
-            text += more
-        before, size = size, sizes_in(f"/proc/{child}/status")["RssAnon"]
+    while not answers.poll(_LOOKS_EVERY):
+        before, size = size, _anonymous(copy.memory_info())
         free -= size - before
         if size >= reads_at:
-            free = limit - own("VmRSS") - _apart(sizes_in(f"/proc/{child}/smaps_rollup"))
+            free = limit - this.memory_info().rss - copy.memory_full_info().uss
             reads_at = size + free // 2
         if free < (size - before if before else 0):  # it could take the rest until the next look
-            raise TooMuchMemory(
-                f"For '{owner}', a trial reached {limit - free} bytes, but may have {limit}.", limit - free
-            )
-        if (seconds := _seconds_of_work(child)) > work:
+            raise MemoryError(f"For '{owner}', a trial reached {limit - free} bytes, but may have {limit}.")
+        if (seconds := sum(copy.cpu_times()[:2])) > work:
             work, worked_at = seconds, time.monotonic()
         elif time.monotonic() - worked_at > _STUCK_AFTER:
-            raise StuckError(
+            raise TimeoutError(
                 f"For '{owner}', a trial runs in a copy of this process, which has none of its other threads, but got "
                 f"a copy that waits for something for {_STUCK_AFTER} s. Search in a program's beginning, before it "
                 f"starts threads and iterates over data sets."
             )
+    return answers.recv()
 
 
-def _apart(sizes: dict[str, int]) -> int:
-    """Bytes of a copy that it does not share."""
-    return sizes["Rss"] - sizes["Shared_Clean"] - sizes["Shared_Dirty"]
-
-
-def _seconds_of_work(process: int) -> float:
-    """The process's seconds on the CPU."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()  # before it is the name
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _anonymous(memory: Any) -> int:
+    """Resident bytes that belong to no file. Pages of code do: a copy has none, and reads again what this process has
+    read."""
+    return memory.rss - memory.shared
 
 
 # -- in the copy -------------------------------------------------------------------------------------------------------
 
 
-def _answer(pipe: int, run: Callable[[], Any]) -> None:
-    """Send the result or error of `run` , and end at once, without exit handlers and without flushing buffers."""
-    text = b""
+def _answer(answer: Connection, run: Callable[[], Any]) -> None:
+    """Send whether `run` succeeded, and what it needed, or its error."""
     gc.freeze()  # a collection would write into all objects, and so duplicate their pages
+    fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the system ends the copy
+    fork_utils.child_at_fork()
+    if ms.get_context("mode") == ms.PYNATIVE_MODE:  # drops graphs that `mindspore.jit` compiled for the parent
+        ms.ms_memory_recycle()
+    warnings.simplefilter("ignore")  # the real training warns
     try:
-        fork_utils.prctl_set_pdeathsig(signal.SIGKILL)
-        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the system ends the copy
-        fork_utils.child_at_fork()
-        if ms.get_context("mode") == ms.PYNATIVE_MODE:  # drops graphs that `mindspore.jit` compiled for the parent
-            ms.ms_memory_recycle()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the real training warns
-            try:
-                text = pickle.dumps((True, run()))
-            except BaseException as error:
-                text = _pickled(error)
-        with os.fdopen(pipe, "wb") as file:
-            file.write(text)
-    finally:
-        os._exit(0 if text else 1)
+        answer.send((True, _measured(run)))
+    except BaseException as error:
+        answer.send((False, _sendable(error)))
 
 
-def _pickled(error: BaseException) -> bytes:
+def _sendable(error: BaseException) -> BaseException:
     try:
-        text = pickle.dumps((False, error))
-        pickle.loads(text)  # some errors can be written but not read
+        pickle.loads(pickle.dumps(error))  # some errors can be written but not read
     except Exception:
         kind = MemoryError if isinstance(error, MemoryError) else RuntimeError
-        text = pickle.dumps((False, kind(f"{type(error).__name__}: {error}")))
-    return text
+        return kind(f"{type(error).__name__}: {error}")
+    return error
 
 
-def _measured(run: Callable[[], Any]) -> tuple[int, int, int]:
-    """The bytes by which the copy grew, at its peak and after the run, and those that it had shared before. Pages of
-    code are left out: a copy has none, and reads again what this process has read."""
-    before = own("RssAnon")
-    forget_peak()
+def _measured(run: Callable[[], Any]) -> tuple[int, int]:
+    """The bytes by which the copy grew at its peak, and those that it had shared before."""
+    import resource  # Windows has none
+
+    copy = psutil.Process()
+    before = _anonymous(copy.memory_info())
+    _CLEAR_REFS.write_text("5")
     run()
-    peak, after = own("VmHWM"), sizes_in("/proc/self/status")
-    shared = sizes_in("/proc/self/smaps_rollup")["Shared_Dirty"]
-    return peak - after["RssFile"] - before, after["RssAnon"] - before, max(0, before - shared)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    shared = sum(part.shared_dirty for part in copy.memory_maps())
+    return peak - copy.memory_info().shared - before, max(0, before - shared)

@@ -21,11 +21,17 @@ from gaccum_ms.backend.graphs import compiling_alone
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
+from gaccum_ms.checks.arguments import check_optimizer, check_positive_int
+from gaccum_ms.checks.batches import batch_shapes
 from gaccum_ms.cpu.convolutions import limit_instructions_for
 from gaccum_ms.distributed.layout import rank_and_ranks
+from gaccum_ms.distributed.ranks import compiler_distributes
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
-from gaccum_ms.memory import meter
-from gaccum_ms.memory.child import Usage
+from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
+from gaccum_ms.memory.child import check_system, run_in_child
+from gaccum_ms.memory.limit import default_limit, on_cpu
+from gaccum_ms.options import compatibility
+from gaccum_ms.options.rules import TRIAL, Setup
 from gaccum_ms.splitting.even_split import UNCUT, between, cut_axes, plan_split
 from gaccum_ms.transforms.chain import others
 
@@ -47,16 +53,28 @@ class Trials:
         make_step: MakeStep,
         memory_limit: int | None,
     ) -> None:
-        self._owner, self._cell, self._optimizer, self._batch = owner, cell, optimizer, batch
+        check_optimizer(owner, cell, optimizer)
+        compatibility.check(TRIAL, owner, Setup(cell.options, cell.network, compiler_distributes()))
+        refuse_sync_batch_norm(owner, cell.network)
+        plan_split(batch_shapes(tuple(batch)), 1, None, cell.shared, cell.axis)
+        if memory_limit is not None:
+            check_positive_int(owner, "memory_limit", memory_limit)
+        self.owner, self.cell, self.optimizer, self.batch = owner, cell, optimizer, batch
         self._make_step = make_step
-        self.meter = meter.meter()
-        self.limit = self.meter.limit() if memory_limit is None else memory_limit
-        self._here = isinstance(self.meter, meter.AllocatorMeter)
+        self._in_copy = on_cpu()
+        if self._in_copy:
+            check_system(owner)
+        self.limit = default_limit() if memory_limit is None else memory_limit
         self._worst = cell.split.worst_case(*batch) if cell.trims else None
         self.samples = self._worst.most if self._worst else batch[0].shape[cell.first_axis]  # the largest size
         self.unit = self._worst.multiple_of if self._worst else 1  # samples, or tokens, of a size of 1
-        self._updates = self._here and not isinstance(optimizer, ShardedOptimizer)
+        self._updates = not self._in_copy and not isinstance(optimizer, ShardedOptimizer)
         self._known = self._known_bytes()
+        compensation = 4 if cell.accumulators.compensated else 0  # bytes
+        self.accumulators = sum(
+            parameter.size * (ms.Tensor(0, cell.accumulators.dtype or parameter.dtype).itemsize + compensation)
+            for parameter in optimizer.parameters
+        )
         limit_instructions_for(cell.network)  # here, for all copies of the process
 
     @property
@@ -68,28 +86,41 @@ class Trials:
         """A micro-batch in the loop, and a smaller last one after it."""
         return size if self._worst else size + self.samples % size
 
-    def run(self, size: int) -> Usage:
-        """Train with micro-batches of this size."""
-        with self._restored():
-            used = self.meter.usage(self._owner, self.limit, lambda: self._train(size))
-        return Usage(used.peak + self._known, used.after + self._known, used.copied)
+    def accumulators_of(self, size: int) -> int:
+        """The bytes of accumulators in a training with this size. A batch that is one micro-batch needs none."""
+        cell = self.cell
+        always = cell.accumulation_steps > 1 or cell.counted or cell.several_losses or cell.finds_size
+        return self.accumulators if always or size < self.samples else 0
+
+    def run(self, size: int) -> tuple[int, int]:
+        """Train with micro-batches of this size. Returns the bytes of a training at its peak, and how many more a trial
+        needs."""
+        if self._in_copy:
+            peak, copied = run_in_child(self.owner, self.limit, lambda: self._train(size))
+        else:
+            peak, copied = self._run_here(size), 0
+        return peak + self._known, copied
 
     def _known_bytes(self) -> int:
         """What a trial lacks: the sums over ranks, and the optimizer's state if it does not update."""
-        known = bytes_of(self._optimizer.parameters) if rank_and_ranks()[1] > 1 else 0
+        known = bytes_of(self.optimizer.parameters) if rank_and_ranks()[1] > 1 else 0
         if self._updates:
             return known
-        return known + bytes_of(value for value in state_of(self._optimizer, self._cell) if not _is_written(value))
+        return known + bytes_of(value for value in self.optimizer_state() if not _is_written(value))
 
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        """On an accelerator, all that a trial writes is put back."""
-        if not self._here:
-            yield
-            return
-        before = Snapshot(self._cell, self._optimizer)
+    def optimizer_state(self) -> list[ms.Parameter]:
+        """The optimizer's Parameters that are not the network's."""
+        network = {id(parameter) for parameter in self.cell.network.get_parameters()}
+        return [parameter for parameter in self.optimizer.get_parameters() if id(parameter) not in network]
+
+    def _run_here(self, size: int) -> int:
+        """On an accelerator: bytes at the peak of MindSpore's allocator. All that a trial writes is put back."""
+        before = Snapshot(self.cell, self.optimizer)
+        ms.runtime.reset_peak_memory_stats()
         try:
-            yield
+            self._train(size)
+            ms.runtime.synchronize()
+            return ms.runtime.max_memory_allocated()
         except BaseException:
             close_tape()
             raise
@@ -98,9 +129,9 @@ class Trials:
 
     def _train(self, size: int) -> None:
         with _as_if_alone(), compiling_alone():
-            cell = self._cell.with_options(transforms=others(self._cell.transforms), **self._options(size))
-            step = self._make_step(cell, self._optimizer if self._updates else _NoUpdate(self._optimizer), size)
-            batch = self._batch if self._worst else self._first(size, step.window.least())
+            cell = self.cell.with_options(transforms=others(self.cell.transforms), **self._options(size))
+            step = self._make_step(cell, self.optimizer if self._updates else _NoUpdate(self.optimizer), size)
+            batch = self.batch if self._worst else self._first(size, step.window.least())
             for _ in range(_UPDATES):
                 loss = step(*batch)
             (loss[0] if isinstance(loss, tuple) else loss).asnumpy()  # waits
@@ -109,19 +140,19 @@ class Trials:
         """Those with which a step has this size; a cell that finds its size has another step."""
         if self._worst:
             return {"split": self._worst.of(size * self.unit)}
-        return {} if self._cell.finds_size else {"micro_size": None, "micro_batch_size": size}
+        return {} if self.cell.finds_size else {"micro_size": None, "micro_batch_size": size}
 
     def _first(self, size: int, least: int) -> Sequence[ms.Tensor]:
         """The batch; if it has many micro-batches, two of them, and the smaller last one."""
         plan = plan_split([(self.samples,)], None, size, least=least)
         if plan.full <= 4:
-            return self._batch
-        axes = cut_axes(len(self._batch), self._cell.shared, self._cell.axis)
+            return self.batch
+        axes = cut_axes(len(self.batch), self.cell.shared, self.cell.axis)
         return [
             value
             if axis == UNCUT
             else ms.Tensor(as_numpy(value)[between(0, 2 * plan.size + plan.rest, axis)], value.dtype)
-            for value, axis in zip(self._batch, axes, strict=True)
+            for value, axis in zip(self.batch, axes, strict=True)
         ]
 
 
@@ -132,12 +163,6 @@ def even_sizes(samples: int) -> list[int]:
 
 def bytes_of(parameters: Iterable[ms.Parameter]) -> int:
     return sum(parameter.nbytes for parameter in parameters)
-
-
-def state_of(optimizer: nn.Optimizer, cell: GradAccumulationCell) -> list[ms.Parameter]:
-    """The optimizer's Parameters that are not the network's."""
-    network = {id(parameter) for parameter in cell.network.get_parameters()}
-    return [parameter for parameter in optimizer.get_parameters() if id(parameter) not in network]
 
 
 def _is_written(parameter: ms.Parameter) -> bool:
@@ -163,10 +188,8 @@ class _NoUpdate(nn.Cell):
 def _as_if_alone() -> Iterator[None]:
     """Without other ranks."""
     mode = ms.get_auto_parallel_context("parallel_mode")
-    if rank_and_ranks()[1] > 1:
-        ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.STAND_ALONE)
+    ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.STAND_ALONE)
     try:
         yield
     finally:
-        if ms.get_auto_parallel_context("parallel_mode") != mode:
-            ms.set_auto_parallel_context(parallel_mode=mode)
+        ms.set_auto_parallel_context(parallel_mode=mode)

@@ -11,6 +11,7 @@ from gaccum_ms.backend.out_of_memory import check_test
 from gaccum_ms.backend.out_of_memory import is_out_of_memory as says_out_of_memory
 from gaccum_ms.cell import GradAccumulationCell, cell_with_loss
 from gaccum_ms.memory.search import found_size
+from gaccum_ms.memory.trial import Trials
 from gaccum_ms.training.step import step_on_trial
 
 _NAME = "find_micro_batch_size"
@@ -50,8 +51,8 @@ def find_micro_batch_size(
         memory_limit (int, optional): The memory limit of this rank, in bytes: of the process on CPU, of MindSpore on
             accelerators. Default: ``None`` : the free memory of the device; on CPU, the rank's share of the container's
             limit or of the host's free memory.
-        is_out_of_memory (Callable, optional): Returns whether an error means that memory is not enough; all other
-            errors are raised. Default: ``None`` : MemoryError, and RuntimeErrors of MindSpore's allocators.
+        is_out_of_memory (Callable, optional): Returns whether an error other than a MemoryError means that memory is
+            not enough; all others are raised. Default: ``None`` : RuntimeErrors of MindSpore's allocators do.
         loss_fn (Cell, optional): The loss that `mindspore.Model` gets, if the network returns none. Default: ``None`` .
 
     Returns:
@@ -89,5 +90,5 @@ def find_micro_batch_size(
         )
     check_test(_NAME, is_out_of_memory)
     cell = cell_with_loss(_NAME, cell, loss_fn)
-    fails = is_out_of_memory or says_out_of_memory
-    return found_size(_NAME, cell, optimizer, batch, memory_limit, fails, step_on_trial)
+    trials = Trials(_NAME, cell, optimizer, batch, step_on_trial, memory_limit)
+    return found_size(trials, is_out_of_memory or says_out_of_memory)

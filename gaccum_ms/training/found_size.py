@@ -22,11 +22,11 @@ from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.memory import search
+from gaccum_ms.memory.trial import MakeStep, Trials
 from gaccum_ms.training.runner import Batch, Runner
 
 if TYPE_CHECKING:
     from gaccum_ms.cell import GradAccumulationCell
-    from gaccum_ms.memory.trial import MakeStep
     from gaccum_ms.training.components import Components
     from gaccum_ms.training.python_split import PythonSplit
     from gaccum_ms.training.two_graphs import TwoGraphs
@@ -59,8 +59,9 @@ class FoundSize(Runner):
     def _find(self, inputs: Sequence[ms.Tensor]) -> None:
         """At the first batch. With several ranks, a collective."""
         if self.runner.size is None:
-            what = self._cell, self._components.update.optimizer, inputs, self._limit, self._fails
-            self.runner.cut_into(search.found_size(_NAME, *what, self._make_step))
+            optimizer = self._components.update.optimizer
+            trials = Trials(_NAME, self._cell, optimizer, inputs, self._make_step, self._limit)
+            self.runner.cut_into(search.found_size(trials, self._fails))
 
     def run(self, batch: Batch) -> Any:
         self._find(batch.inputs)

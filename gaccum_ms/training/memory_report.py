@@ -1,14 +1,13 @@
-"""memory_report: predicts and measures the memory of a training step."""
+"""memory_report: measures and predicts the memory of a training step."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.cell import GradAccumulationCell, cell_with_loss
-from gaccum_ms.memory.report import MemoryReport, measured
+from gaccum_ms.memory.report import MemoryReport, report_of
+from gaccum_ms.memory.trial import Trials
 from gaccum_ms.training.step import step_on_trial
 
 
@@ -17,16 +16,14 @@ def memory_report(
     optimizer: nn.Optimizer,
     *batch: ms.Tensor,
     memory_limit: int | None = None,
-    micro_sizes: Sequence[int] | None = None,
-    measure: bool = True,
     loss_fn: nn.Cell | None = None,
 ) -> MemoryReport:
     r"""
-    Predict a training step's memory for each number of micro-batches, and find the numbers that fit.
+    Measure a training step's memory for 1, 2, 4, ... micro-batches, and predict it where it exceeds the limit.
 
-    Trials train a few micro-batches of 1, 2 and 4 samples. Others are predicted by a straight line, because each sample
-    adds the same; if it adds little, 8, 16, ... samples are tried, up to a quarter of the batch. Sizes that are
-    predicted to fit are then measured too, in ascending order. Each trial compiles a graph.
+    Trials train a few micro-batches of a size, from the smallest on; each compiles a graph. Each sample adds the same
+    memory, so a straight line through the sizes before says what the next one needs, and it is tried only if it is
+    predicted to fit.
 
     On CPU, a trial runs in a copy of this process, without the update, whose memory is known, and the peak of its
     resident memory is read. The copy is ended before both exceed the limit. This process does not change. On
@@ -42,20 +39,17 @@ def memory_report(
         memory_limit (int, optional): This rank's memory limit in bytes: for the process on CPU, for MindSpore on
             accelerators. Default: ``None`` , the device's free memory; on CPU the rank's share of the container's
             limit, or of the host's free memory.
-        micro_sizes (Sequence[int], optional): Numbers of micro-batches. Default: ``None`` , 1, 2, 4, ... up to the
-            samples of the batch.
-        measure (bool, optional): Whether to measure sizes that are predicted to fit. Default: ``True`` .
         loss_fn (Cell, optional): The loss that `mindspore.Model` gets, if the network returns none. Default: ``None`` .
 
     Returns:
-        MemoryReport, a dataclass that prints as a table: ``parameters`` , ``optimizer_state`` , ``accumulators`` ,
-        ``batch`` and ``framework`` (the rest of the process) in bytes; ``rows`` , one for each number of
-        micro-batches; ``memory_limit`` ; ``fits_from`` , the smallest number from which on all fit, or None.
+        :class:`MemoryReport` , a dataclass that prints as a table: ``parameters`` , ``optimizer_state`` ,
+        ``accumulators`` and ``batch`` in bytes; ``rows`` , one for each number of micro-batches; ``memory_limit`` ;
+        ``fits_from`` , the smallest number from which on all fit, or None.
 
     Raises:
         TypeError: If an argument or input has another type than above.
-        ValueError: If the batch is empty, its inputs differ in length, or a number is less than 1 or, of micro-batches,
-            more than the samples; if the network is a WithBatchLossCell.
+        ValueError: If the batch is empty, its inputs differ in length, or `memory_limit` is less than 1; if the network
+            is a WithBatchLossCell; if it has SyncBatchNorm layers, on several ranks.
         RuntimeError: In semi-auto and auto parallel mode, where the compiler distributes memory over devices; on a CPU
             whose system does not report the peak of a process.
 
@@ -70,9 +64,9 @@ def memory_report(
         >>> optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
         >>> cell = GradAccumulationCell(nn.WithLossCell(net, nn.MSELoss()), 4)
         >>> x, y = Tensor(np.ones((8, 1000), np.float32)), Tensor(np.ones((8, 10), np.float32))
-        >>> report = memory_report(cell, optimizer, x, y, measure=False)
+        >>> report = memory_report(cell, optimizer, x, y)
         >>> print(report.parameters, report.accumulators, [row.micro_batch_size for row in report.rows])
         40040 40040 [8, 4, 2, 1]
     """
     cell = cell_with_loss("memory_report", cell, loss_fn)
-    return measured(cell, optimizer, batch, step_on_trial, memory_limit, micro_sizes, measure)
+    return report_of(Trials("memory_report", cell, optimizer, batch, step_on_trial, memory_limit))

@@ -1,4 +1,4 @@
-"""memory_report: known sizes, predictions compared with measurements, the verdict, the picture, and bad input."""
+"""memory_report: known sizes, predictions compared with measurements, the verdict, the table, and bad input."""
 
 from __future__ import annotations
 
@@ -29,53 +29,63 @@ WEIGHTS = 12 * 16 + 16 + 16 * 5 + 5  # of the reference's dense network
 
 def test_known_sizes_by_hand(pynative):
     options = {"accumulators": Accumulators(ms.bfloat16, compensated=True)}
-    report = report_of(make_network("dense"), samples=2, optimizer="adam", options=options, measure=False)
+    report = report_of(make_network("dense"), samples=2, optimizer="adam", options=options)
     assert report.parameters == 4 * WEIGHTS
     assert report.accumulators == 6 * WEIGHTS
     # Two moments, the learning rate, two powers of beta, and the step.
     assert report.optimizer_state == 8 * WEIGHTS + 4 * 4
     assert report.batch == 2 * (FEATURES + 1) * 4
-    assert report.rank == 0
 
 
-HIDDEN = 100_000  # so that a few samples are enough to measure
+HIDDEN = 400_000  # so that a few samples are enough to measure
 
 
-def wide_report() -> MemoryReport:
-    """In a new process, because in an old one a trial's memory differs by 100 MB."""
+def wide_reports() -> tuple[MemoryReport, MemoryReport]:
+    """In a new process, because in an old one a trial's memory differs by 100 MB: without a limit, and with one below
+    half of the batch."""
     ms.set_context(mode=ms.GRAPH_MODE)
     wide = nn.SequentialCell(nn.Dense(FEATURES, HIDDEN), nn.Tanh(), nn.Dense(HIDDEN, 5))
-    return report_of(wide, samples=256, micro_sizes=[1, 2, 256])
+    whole = report_of(wide, samples=128)
+    half, quarter = whole.rows[1:3]
+    return whole, report_of(wide, samples=128, memory_limit=(half.peak + quarter.peak) // 2)
 
 
 @pytest.mark.device("memory_report predicts what is measured", ran="an H100, 2026-11-27")
 def test_predicts_what_is_measured():
-    """Sizes of 256 and 128 samples are predicted from at most 64. The update's peak hides the memory of few samples."""
-    wide = alone(wide_report)
-    assert wide.probed == (1, 2, 4, 8, 16, 32, 64)
-    assert [row.micro_batch_size for row in wide.rows] == [256, 128, 1]
-    *larger, smallest = wide.rows
-    for row in larger:  # by how much it grows above the smallest micro-batches
-        growth = row.intermediate_measured - smallest.intermediate_measured
-        assert row.intermediate - smallest.intermediate == pytest.approx(growth, rel=0.25), row
+    """Sizes of 128 and 64 samples are predicted from at most 32."""
+    whole, limited = alone(wide_reports)
+    assert [(row.micro_size, row.micro_batch_size) for row in whole.rows] == [(2**k, 128 >> k) for k in range(8)]
+    assert [row.measured for row in whole.rows] == [True] * 8
+    assert [row.measured for row in limited.rows] == [row.fits for row in limited.rows] == [False] * 2 + [True] * 6
+    assert limited.fits_from == 4
+    smallest = whole.rows[-1]
+    for predicted, measured in zip(limited.rows[:2], whole.rows, strict=False):  # by how much it grows
+        growth = measured.peak - smallest.peak
+        assert predicted.peak - smallest.peak == pytest.approx(growth, rel=0.25), measured
     # At least the values that tanh keeps for its gradient, and the gradient; at most a few more of this size.
-    growth = larger[0].intermediate_measured - smallest.intermediate_measured
-    assert 2 < growth / (255 * HIDDEN * 4) < 8
+    growth = whole.rows[0].peak - smallest.peak
+    assert 2 < growth / (127 * HIDDEN * 4) < 8
 
 
 def test_nothing_fits_a_limit_below_the_framework(pynative):
     report = report_of(make_network("dense"), memory_limit=1_000_000)
     assert report.fits_from is None
-    assert str(report).endswith("limit 1.0 MB: nothing fits")
-    assert report.probed == ()
-    assert all(row.peak >= 1_000_000 and row.peak_measured is None for row in report.rows)
+    assert [(row.peak, row.measured, row.fits) for row in report.rows] == [(1_000_000, False, False)] * 6
 
 
 REPORT = MemoryReport(
-    rank=0, what="resident memory of the process", parameters=20, optimizer_state=20, accumulators=20, batch=1,
-    framework=100, memory_limit=250, probed=(1, 2),
-    rows=(MemoryRow(1, 4, 160, None, 301, None, False), MemoryRow(2, 2, 80, 79, 241, 240, True)),
+    parameters=14_800_000, optimizer_state=0, accumulators=14_800_000, batch=1, memory_limit=10**9,
+    rows=(MemoryRow(1, 16, 1_054_900_000, False, False), MemoryRow(2, 8, 880_100_000, True, True)),
 )  # fmt: skip
+
+
+def test_prints_a_table():
+    assert str(REPORT).splitlines()[-4:] == [
+        "micro_size  samples    peak MB             fits",
+        "         1       16     1054.9  predicted  no",
+        "         2        8      880.1  measured   yes",
+        "limit 1000.0 MB: fits from micro_size=2 on",
+    ]
 
 
 def test_sizes_fit_from_where_all_larger_ones_do():
@@ -98,7 +108,6 @@ OWNER = "For 'memory_report', .*"
         (TypeError, f"{OWNER}must be an nn.Optimizer, but got 'int'", {"optimizer": 3}),
         (ValueError, "axis 0 of all inputs must have the same length", {"batch": (batch(4)[0], batch(6)[1])}),
         (TypeError, f"{OWNER}'memory_limit' must be an int, but got 1.5", {"memory_limit": 1.5}),
-        (ValueError, rf"{OWNER}got \[1, 33\] and a batch of 32 sample", {"micro_sizes": [1, 33]}),
     ],
 )
 def test_bad_arguments(error, message, given):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -13,10 +14,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from benchmarks.memory_limit import together
+from benchmarks.memory_limit import bytes_in, together
 from gaccum_ms import GradAccumulationCell, find_micro_batch_size
-from gaccum_ms.memory.meter import AllocatorMeter
-from gaccum_ms.memory.proc import forget_peak, own
 from gaccum_ms.memory.trial import Trials, even_sizes
 from tests.support.alone import alone
 from tests.support.reference import OPTIMIZERS, batches, make_network, make_step
@@ -67,15 +66,15 @@ def trained(size: int | None, room: int) -> tuple[int, int, int]:
     # Some 5 MB of intermediate values for each sample, and 27 MB of weights.
     wide = nn.SequentialCell(nn.Dense(12, 400_000), nn.Tanh(), nn.Dense(400_000, 5))
     network, data = nn.WithLossCell(wide, nn.CrossEntropyLoss()), batch(SAMPLES)
-    forget_peak()
-    limit = own("VmRSS") + room
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    limit = bytes_in("/proc/self/status", "VmRSS") + room
     optimizer = nn.Adam(network.trainable_params())
     if size is None:
         size = find_micro_batch_size(GradAccumulationCell(network, 1), optimizer, data, limit)
     step = make_step(network, lambda weights: optimizer, micro_batch_size=size)
     for _ in range(3):
         step(*data).asnumpy()
-    return step.micro_batch_size, limit - own("VmHWM"), limit
+    return step.micro_batch_size, limit - bytes_in("/proc/self/status", "VmHWM"), limit
 
 
 def watched(*arguments: Any) -> tuple[int, int, int, int]:
@@ -130,7 +129,7 @@ def test_a_batch_that_is_no_tuple_is_refused():
 
 def test_nothing_changes_where_trials_run_in_this_process(monkeypatch, pynative):
     """As on accelerators; on CPU, MindSpore's allocator reports no memory for any size. A window is open."""
-    monkeypatch.setattr("gaccum_ms.memory.meter.meter", AllocatorMeter)
+    monkeypatch.setattr("gaccum_ms.memory.trial.on_cpu", lambda: False)
     layers = nn.Dense(12, 8), nn.BatchNorm1d(8), nn.Dropout(p=0.5), nn.Dense(8, 5)  # with state, and random numbers
     network = Limited(nn.SequentialCell(*layers), 2)
     step = make_step(network, OPTIMIZERS["momentum"], micro_batch_size=2, accumulation_steps=2)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from mindspore import Tensor, nn
 
 from gaccum_ms import GradAccumulationCell
-from gaccum_ms.memory.child import Usage
-from gaccum_ms.memory.meter import ProcessMeter
+from gaccum_ms.memory import trial
 from gaccum_ms.memory.trial import Trials, even_sizes
 from gaccum_ms.training.step import step_on_trial
 from tests.support.reference import OPTIMIZERS, batches, make_network, make_step
@@ -21,15 +20,15 @@ def test_even_sizes():
 def test_a_trial_updates_nothing_and_adds_the_state_that_is_not_written_yet(monkeypatch, pynative):
     """Adam has two moments; its step, its rate and two powers of beta are numbers, of which the step is zero. The trial
     runs in this process, and its own memory is nothing."""
-    monkeypatch.setattr(ProcessMeter, "usage", lambda self, owner, limit, run: run() or Usage(0, 0))
+    monkeypatch.setattr(trial, "run_in_child", lambda owner, limit, run: run() or (0, 0))
     network = nn.WithLossCell(make_network("dense"), nn.CrossEntropyLoss())
     optimizer = OPTIMIZERS["adam"](network.trainable_params())
     batch = [Tensor(value) for value in batches(8, 1)[0]]
     trials = Trials("test", GradAccumulationCell(network, 2), optimizer, batch, step_on_trial, 1 << 40)
     before = everything(optimizer)
     moments = 2 * sum(weight.nbytes for weight in optimizer.parameters)
-    assert trials.run(2) == (moments + 4, moments + 4, 0)
+    assert trials.run(2) == (moments + 4, 0)
     assert_identical(everything(optimizer), before)
     make_step(network, lambda weights: optimizer, micro_size=2)(*batch)
     trials = Trials("test", GradAccumulationCell(network, 2), optimizer, batch, step_on_trial, 1 << 40)
-    assert trials.run(2) == (0, 0, 0)
+    assert trials.run(2) == (0, 0)

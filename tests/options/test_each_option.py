@@ -118,7 +118,7 @@ BROKEN = [
     ({"micro_size": 2, "micro_batch_size": 3}, "exactly one of .* got micro_size=2, micro_batch_size=3 and acc.*=1.$"),
     ({**AUTO, "jit": False}, "compiles in PyNative mode too, .* got jit=False. Leave 'jit' out"),
     (BY_FUNCTION, "need Python at each batch, .* but the training step is part of another graph"),
-    ({"split": MaxTokens("auto", 0)}, r"but got micro_batch_size=None and split=.*MaxTokens.*. Give 'micro_size'"),
+    ({"split": MaxTokens("auto", len)}, r"but got micro_batch_size=None and split=.*MaxTokens.*. Give 'micro_size'"),
     ({"accumulation_steps": 2}, "in a pipeline 'accumulation_steps' must be 1, .* but got 2. Use"),
     (
         {"reduction": "mean"},

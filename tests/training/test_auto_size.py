@@ -12,13 +12,13 @@ import warnings
 
 import mindspore as ms
 import numpy as np
+import psutil
 import pytest
 from mindspore import Tensor, nn, ops
 
 from gaccum_ms import Accumulators, AutoSize, CountNotIgnored, WindowBatchNorm
 from gaccum_ms.backend.out_of_memory import is_out_of_memory
 from gaccum_ms.backend.parameters import overwrite
-from gaccum_ms.memory.proc import sizes_in
 from tests.support import reference
 from tests.support.alone import alone
 from tests.support.reference import OPTIMIZERS, Regression, as_numpy, batches, relative_error, vector
@@ -196,7 +196,7 @@ def train_in_a_small_address_space() -> tuple[list[int], list[str], np.ndarray, 
     reference.make_step(FourthPower(), momentum, micro_size=1)(Tensor(np.ones((4, 1), np.float32))).asnumpy()
     network = FourthPower()
     step = reference.make_step(network, momentum, micro_batch_size=AutoSize(1 << 50, notes_and_says))
-    room = sizes_in("/proc/self/status")["VmSize"] + 900_000_000
+    room = psutil.Process().memory_info().vms + 900_000_000
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
     expected, moment = as_numpy(network.weight), 0.0
     for features in (1, 1, 16, 16):

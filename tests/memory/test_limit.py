@@ -6,22 +6,16 @@ import subprocess
 
 import pytest
 
-from gaccum_ms.memory import meter
-from gaccum_ms.memory.meter import ProcessMeter, container_limits, device_memory_free
-from gaccum_ms.memory.proc import sizes_in
+from gaccum_ms.memory import limit
+from gaccum_ms.memory.limit import container_limits, default_limit, device_memory_free
 from tests.support.no_device import compiler
 
 
 def test_ranks_share_a_containers_limit(monkeypatch):
-    monkeypatch.setattr(meter, "container_limits", lambda: [2_000_000])
-    assert ProcessMeter().limit() == 2_000_000
-    monkeypatch.setattr(meter, "rank_and_ranks", lambda: (1, 4))
-    assert ProcessMeter().limit() == 500_000
-
-
-def test_linux_counts_in_kibibytes(tmp_path):
-    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t       3 kB\nThreads:\t4\n")
-    assert sizes_in(tmp_path / "status") == {"VmRSS": 3072}
+    monkeypatch.setattr(limit, "container_limits", lambda: [2_000_000])
+    assert default_limit() == 2_000_000
+    monkeypatch.setattr(limit, "rank_and_ranks", lambda: (1, 4))
+    assert default_limit() == 500_000
 
 
 @pytest.mark.skipif(compiler() is None, reason="there is no C compiler to make a runtime with")
@@ -45,7 +39,7 @@ def test_free_memory_by_the_vendors_runtime(name, functions, tmp_path):
     lines = [f"7f00-7f01 r-xp 0 00:00 1   {path}" for path in ("/usr/lib/libc.so.6", tmp_path / name)]
     (maps := tmp_path / "maps").write_text("\n".join(lines))
     assert device_memory_free(3, maps) == 5000
-    with pytest.raises(RuntimeError, match=r"free memory of device 1, but got error 100.* Give 'memory_limit'"):
+    with pytest.raises(RuntimeError, match=r"device 1 must be known, but got error 100.* Give 'memory_limit'"):
         device_memory_free(1, maps)
 
 
@@ -55,7 +49,7 @@ def test_says_that_there_is_no_runtime(tmp_path):
         device_memory_free(0, tmp_path / "maps")
 
 
-HUGE = "9223372036854771712\n"  # version 1 writes it for no limit
+HUGE = 9223372036854771712  # version 1 writes it for no limit
 
 
 @pytest.mark.parametrize(
@@ -65,8 +59,8 @@ HUGE = "9223372036854771712\n"  # version 1 writes it for no limit
         ("0::/\n", {"memory.max": "500\n"}, [500]),
         (
             "9:name=systemd:/\n4:cpu,memory:/x\n0::/\n",
-            {"memory/x/memory.limit_in_bytes": "700\n", "memory/memory.limit_in_bytes": HUGE},
-            [700],
+            {"memory/x/memory.limit_in_bytes": "700\n", "memory/memory.limit_in_bytes": f"{HUGE}\n"},
+            [700, HUGE],
         ),
         (None, {}, []),
     ],
