@@ -70,6 +70,7 @@ class TwoPasses(nn.Cell):
         super().__init__(auto_prefix=False)
         check_ranks(network)
         self.network = network
+        self.ranks_share_a_loss = network.ranks > 1
         self.whole = ops.value_and_grad(self.seeded_loss, None, weights)
         self.forward = _Forward(network)
         of_loss = {id(parameter) for parameter in self.network.loss_fn.get_parameters()}
@@ -215,15 +216,14 @@ class TwoPasses(nn.Cell):
         check_rows(shapes, rows, self.network.ranks)
 
     def check_plan(self, plan: micro_batches.SplitPlan) -> None:
-        """Before a batch. A collective if several ranks share one loss."""
-        if self.network.ranks > 1:
-            samples = gather_json(plan.samples)
-            if any(other != plan.samples for other in samples):
-                raise ValueError(
-                    f"For 'WithBatchLossCell', with 'gather_ranks' all ranks must have batches of the same size, "
-                    f"because representations are gathered, but got {samples} samples on the ranks. Nothing was "
-                    f"changed. Drop last batches that differ (dataset.batch(..., drop_remainder=True))."
-                )
+        """Before a batch of ranks that share one loss: a collective."""
+        samples = gather_json(plan.samples)
+        if any(other != plan.samples for other in samples):
+            raise ValueError(
+                f"For 'WithBatchLossCell', with 'gather_ranks' all ranks must have batches of the same size, "
+                f"because representations are gathered, but got {samples} samples on the ranks. Nothing was "
+                f"changed. Drop last batches that differ (dataset.batch(..., drop_remainder=True))."
+            )
 
 
 def _checked(differs, representations):

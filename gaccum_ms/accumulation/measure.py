@@ -105,6 +105,7 @@ class Measure(nn.Cell):
     samples."""
 
     may_be_copied = True
+    ranks_share_a_loss = False
 
     def __init__(self, options: Options, network: nn.Cell, weights: ms.ParameterTuple, counted: bool) -> None:
         super().__init__(auto_prefix=False)
@@ -239,6 +240,3 @@ class Measure(nn.Cell):
     def check_shapes(self, shapes: Sequence[tuple[int, ...] | None], rows: int) -> None:
         """Check the shapes of its outputs for `rows` samples."""
         check_aux(shapes, self.ratio, rows)
-
-    def check_plan(self, plan: micro_batches.SplitPlan) -> None:
-        """Before a batch, which may differ between ranks."""

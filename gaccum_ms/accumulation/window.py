@@ -301,10 +301,12 @@ class Window(nn.Cell):
     ) -> None:
         """Before the first batch: check what the network returns beside its loss at another number of samples than a
         micro-batch has, so that none fits by chance."""
-        network = self.measure.network_of_rows
-        if self._outputs_are_checked or network is None:
+        if self._outputs_are_checked:
             return
         self._outputs_are_checked = True
+        network = self.measure.network_of_rows
+        if network is None:
+            return
         finds_size = self.micro_size is None and self.micro_batch_size is None
         rows = 1 + (2 if finds_size else plan.size)
         places = np.arange(rows) % plan.samples  # from the first one anew where there are fewer
