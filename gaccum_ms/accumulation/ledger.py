@@ -48,7 +48,8 @@ class Ledger(nn.Cell):
     needs_division = True  # by more than the loss scale
     spans_batches = False
     by_samples = True
-    may_not_run = judges = leaves_out = False  # whether a micro-batch may be left out
+    # Whether a micro-batch may be left out: `may_not_run` , which is judged before it runs; `judges` , after it ran.
+    may_not_run = judges = leaves_out = False
     terms = 0  # losses that may have to run alone
 
     def __init__(self, store: nn.Cell, noise: NoiseRecord | None) -> None:
@@ -99,7 +100,8 @@ class Ledger(nn.Cell):
 
 
 class DividedAfterwards(Ledger):
-    """The window whose total is known at its end. `sums` : the loss, the count, dropped micro-batches.
+    """The window whose total is known at its end. `sums` : the loss, the count, dropped micro-batches, and of an open
+    window its batches.
 
     `by_samples` : the items are samples, and not the user's own; MindSpore's ``gradients_mean`` then decides between
     mean and sum over ranks, and each rank reports its own loss, as without accumulation. `open_window` : if windows
@@ -170,7 +172,7 @@ class DividedAfterwards(Ledger):
         return items > 0 if self.loss_is_mean else ops.logical_or(items > 0, numerator == numerator)
 
     def takes(self, belongs, numerator, gradients):
-        """Whether a micro-batch is added; one that `may_not_run` runs then."""
+        """Whether a micro-batch is added and, if it `may_not_run` , whether it runs."""
         if not self.drops:
             return belongs
         return ops.logical_and(belongs, ops.logical_and(all_finite(gradients), ops.isfinite(numerator)))
@@ -242,7 +244,7 @@ class DividedAfterwards(Ledger):
         total, dropped = all_sums[COUNT], all_sums[DROPPED]
         items, counted = counts.divisor_of(total, self.min_count)
         if self.spans_batches and self.min_count is not None:
-            # A window of no items is an update, but not the flush of a window that no rank has begun.
+            # A window of no items is an update, but not the flush of a window that no rank has begun: of no batches.
             counted = ops.logical_and(counted, ops.unstack(over_ranks)[SUMS] > 0)
         reported = ops.unstack((sums if self.by_samples else over_ranks)[:SUMS])
         count = counts.at_least(reported[COUNT], self.min_count)

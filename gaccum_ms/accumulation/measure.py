@@ -112,7 +112,7 @@ class Measure(nn.Cell):
         self._made_with = options, weights
         self.network = network
         self.counted = counted
-        self.by_samples = options.own_count is None
+        self.has_no_count = options.own_count is None
         self.counts = nn.CellList(
             [counts.count_cell(count, options.first_axis) for count in options.counts], auto_prefix=False
         )
@@ -149,7 +149,7 @@ class Measure(nn.Cell):
     def counted_total(self, inputs, plan):
         """Each micro-batch is counted separately, so that a bad count is noticed."""
         total = ops.zeros((self.number,) if self.several else (), ms.float32)
-        if self.by_samples:
+        if self.has_no_count:
             return total + plan[micro_batches.SAMPLES]
         return micro_batches.add_up(self.count_of_part, (), (), total, inputs, plan)
 

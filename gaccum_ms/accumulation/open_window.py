@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The positions in `sums` : a loop adds up losses (times their seeds), counts, and dropped micro-batches.
 LOSS, COUNT, DROPPED = 0, 1, 2
 SUMS = 3  # how many these are
-BATCHES = SUMS  # behind them, in `window_sums` alone: the batches that were added
+BATCHES = SUMS  # behind them, of an open window: the batches that were added
 
 
 class OpenWindow(nn.Cell):

@@ -268,7 +268,7 @@ class Update(nn.Cell):
 
 
 class OfWindow(nn.Cell):
-    """A graph of its own, that adds to a window or ends it; with `jit` , in PyNative mode too."""
+    """A graph of its own, which adds to a window or ends it. With `jit` , it is compiled in PyNative mode too."""
 
     def __init__(self, window: Any, update: Update, jit: bool) -> None:
         super().__init__(auto_prefix=False)

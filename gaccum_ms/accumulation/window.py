@@ -173,11 +173,11 @@ class Window(nn.Cell):
     def enter(self, measure, unit, rows, *micro_batch):
         """A micro-batch outside of a loop, which may be left out; returns its row, and its outputs."""
         if not self.ledger.may_not_run:
-            return self.enter_when_it_ran(measure, unit, rows, *micro_batch)
+            return self.run_and_enter(measure, unit, rows, *micro_batch)
         whole = micro_batches.plan_of_whole(rows, len(micro_batch))
         return (self.add_some(measure, self.ledger.zero_sums(), micro_batch, whole, 0, unit),)
 
-    def enter_when_it_ran(self, measure, unit, rows, *micro_batch):
+    def run_and_enter(self, measure, unit, rows, *micro_batch):
         items = measure.items(rows, *micro_batch)
         numerators, items, outputs, gradients = measure.run(unit, (), rows, items, *micro_batch)
         if not self.ledger.judges:
@@ -191,7 +191,7 @@ class Window(nn.Cell):
         return (row, *self.ledger.outputs_of(outputs, row, belongs))
 
     # In the loops below an inner loop runs once or not at all: see the rules at the head of step.py. It must be in the
-    # same function as the loop, so `add_judged` cannot call `enter_when_it_ran` .
+    # same function as the loop, so `add_judged` cannot call `run_and_enter` .
 
     def add_some(self, measure, sums, inputs, plan, start, unit):
         """The micro-batches from sample `start` on, of which some may be left out; returns the new sums."""
@@ -252,7 +252,7 @@ class Window(nn.Cell):
         # first micro-batch runs before the loop. The network is then in the graph twice, which costs only compile time.
         start = ms.Tensor(0, ms.int32)
         micro_batch = micro_batches.take(inputs, start, size, axes)
-        first = self.enter_when_it_ran(self.measure_of_first, unit, size, *micro_batch)
+        first = self.run_and_enter(self.measure_of_first, unit, size, *micro_batch)
         # Each output is as long as the batch, with the first micro-batch's rows at its end. An iteration appends its
         # rows and removes as many in front. The tuple begins with an int32, because graph mode forgets the length of a
         # tuple of equal shapes that a loop carries.
@@ -270,11 +270,11 @@ class Window(nn.Cell):
                 while state[0] < looped:
                     rows = micro_batches.rows_from(state[0], plan)
                     micro_batch = micro_batches.take(inputs, state[0], rows, axes)
-                    part = self.enter_when_it_ran(of_loop, unit, rows, *micro_batch)
+                    part = self.run_and_enter(of_loop, unit, rows, *micro_batch)
                     state = micro_batches.following(state, part, rows)
         if rest > 0:
             micro_batch = micro_batches.take_rest(inputs, looped, axes)
-            part = self.enter_when_it_ran(self.measure_of_rest, unit, rest, *micro_batch)
+            part = self.run_and_enter(self.measure_of_rest, unit, rest, *micro_batch)
             state = micro_batches.following(state, part, rest)
         return state[1], state[2:]
 

@@ -32,6 +32,8 @@ class _ByFunction(Transform):
         super().__init__()
         # In a tuple, because graph mode treats a function that is an attribute as a method.
         self.functions = (function,)
+        if isinstance(function, nn.Cell):
+            self.cell = function  # its Parameters are the step's
 
     def change(self, gradients):
         return self.functions[0](gradients)
