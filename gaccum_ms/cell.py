@@ -147,11 +147,11 @@ class GradAccumulationCell(nn.Cell):
 
     Raises:
         TypeError: If `network` is not a Cell, or an option of another type than above.
-        ValueError: If `network` holds a cell that accumulates, trains or reduces by itself; if an option has another
-            value than above, or another `reduction` than the loss; if the loss has ``reduction="none"`` ; if both or
-            neither of `micro_size` and `micro_batch_size` are given, or one with a
-            function as `split` ; if `count` and `loss_weights` differ in length; if options do not go together, which
-            ``docs/options.md`` lists, with the remedies.
+        ValueError: If `network` holds a cell that accumulates or trains by itself; if an option has another value than
+            above, or another `reduction` than the loss; if the loss has ``reduction="none"`` ; if both or neither of
+            `micro_size` and `micro_batch_size` are given, or one with a function as `split` ; if `count` and
+            `loss_weights` differ in length; if options do not go together, which ``docs/options.md`` lists, with the
+            remedies.
         RuntimeError: If the cell itself is trained, by a training cell that does not accumulate, or
             differentiated, as by `mindspore.value_and_grad` .
         AttributeError: If an option or the network is assigned to the cell.

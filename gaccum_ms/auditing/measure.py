@@ -64,8 +64,7 @@ def measured(
     evidence = Evidence(cell, recorder.parameters, whole, accumulated, once, again, twice, tolerance)
     if not evidence.may_have_a_remedy:
         return evidence
-    options = dataclasses.replace(cell.options, check="first_batch")
-    proof = FirstBatch("audit", cell.network, [cell.network], options)
+    proof = FirstBatch("audit", cell.network, [cell.network], cell.options, is_asked_for=True)
     proof.look(batch, axes, functools.partial(step.micro_batches_of, batch))
     return dataclasses.replace(evidence, remedy=proof.verdict.remedy)
 

@@ -29,7 +29,7 @@ def functions_of(cell: Any) -> Iterator[tuple[FunctionType, list[Any]]]:
 
 
 def named_cells(function: Any) -> dict[str, nn.Cell]:
-    """The Cells that a function names, or a method of an object, with a Cell whose method it is; of a Cell itself."""
+    """The Cells that a function or method names, by name, and as "" the Cell whose method it is. Of a Cell, itself."""
     if isinstance(function, nn.Cell):
         return {"": function}
     owner = getattr(function, "__self__", None)

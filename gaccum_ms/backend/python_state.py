@@ -34,7 +34,9 @@ _STORES |= {name.replace("STORE", "DELETE") for name in _STORES}
 # Names by which code changes an object without a store.
 _WRITERS = {
     *(name for kind in (list, dict, set, collections.deque) for name in vars(kind) if not name.startswith("_")),
-    *("setattr", "delattr", "next", "send", "fill", "put", "copyto", "heappush", "heappop"),
+    *("setattr", "delattr", "next", "send", "out"),
+    *("at", "copyto", "fill", "fill_diagonal", "place", "put", "put_along_axis", "putmask", "shuffle"),
+    *("heapify", "heappop", "heappush", "heappushpop", "heapreplace", "insort", "insort_left", "insort_right"),
     *("__setitem__", "__setattr__", "__dict__"),
 } - {"copy", "count", "index", "get", "items", "keys", "values"}
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import io
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import nn
 
 from gaccum_ms.backend import kernel_seeds
@@ -50,7 +48,7 @@ def without_effect(
         raise CannotPutBack("it takes from an iterator, which cannot be put back")
     modes = [{name: vars(cell).get(name) for name in _ATTRIBUTES} for cell in cells]
     hooks = [(kept, dict(kept)) for cell in cells for kept in (cell._forward_hook, cell._forward_pre_hook) if kept]
-    generators, seeds, jit = (random.getstate(), np.random.get_state()), dict(kernel_seeds), os.environ.get("MS_JIT")
+    seeds, jit = dict(kernel_seeds), os.environ.get("MS_JIT")
     frozen = {key for key, (parameter, _) in before.parameters.items() if not parameter.requires_grad}
 
     def put_back() -> None:
@@ -79,11 +77,8 @@ def without_effect(
             vars(cell).update(mode)
         before.restore_values()
         outside.restore(generators=True)
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
         kernel_seeds.clear()
         kernel_seeds.update(seeds)
-        ms.set_rng_state(before.generator)
 
 
 def too_large_to_copy(networks: Sequence[nn.Cell], writes: Callable[[], bool]) -> Sequence[ms.Parameter]:

@@ -80,7 +80,10 @@ class AccumulationScheduler(WindowCallback):
     def on_train_begin(self, run_context: RunContext) -> None:
         """Check that `accumulation_steps` and the rate can be changed, so that an error comes before training."""
         step: Any = training_step(run_context)
-        step.let_windows_span_batches()
+        if isinstance(self.schedule, Mapping):
+            step.let_windows_span_batches(max(2, *self.schedule.values()))
+        else:
+            step.let_windows_span_batches()
         if self.learning_rate is not None:
             multiply_learning_rate(step.optimizer, 1.0)
 

@@ -67,7 +67,7 @@ class Cluster:
     master_addr: str = "127.0.0.1"  # an address of host 0, where MindSpore's scheduler runs
     master_port: int = 0  # the scheduler's port there; 0: any free port
     start_timeout: float = 600  # seconds in which all ranks must reach `init()`
-    end_timeout: float = 3600  # seconds for which others may go on once a rank has ended; 0: for ever
+    end_timeout: float = 0  # seconds for which others may go on once a rank has ended; 0: for ever
     rank_table_file: str = ""  # msrun's option
     bind_core: str = ""  # msrun's option
     max_restarts: int = 0

@@ -42,7 +42,9 @@ class Parser(argparse.ArgumentParser):
             return options, options.rest[1:] if options.rest[:1] == ["--"] else options.rest
         name = unknown[0].partition("=")[0]
         own = [option for each in self._actions if each.help != argparse.SUPPRESS for option in each.option_strings]
-        if near := difflib.get_close_matches(name, own, n=1, cutoff=ALIKE):
+        near = [option for option in own if len(name) > len("--n") and option.startswith(name)]
+        near += [option for option in own if option[:2] == "--" and name.endswith(option[1:])]  # --num-processes
+        if near := near or difflib.get_close_matches(name, own, n=1, cutoff=ALIKE):
             self.error(f"there is no option {name}; is {near[0]} meant? A script's own options come after '--'")
         place = words.index(unknown[0])
         return self.parse_args(words[:place]), words[place:]

@@ -94,7 +94,7 @@ def check_device(device: str, env: Mapping[str, str]) -> Finding:
         return Finding(device, f"fails: {reason}", remedy)
     if device == "GPU":
         home, missing = os.environ.get("CUDA_HOME"), cuda.missing_packages()
-        remedy = f"unset CUDA_HOME={home}, or set it to a CUDA 11" if home else "see nvidia-smi"
+        remedy = "see nvidia-smi" + f"; if CUDA_HOME={home} is no CUDA 11, run: unset CUDA_HOME" * bool(home)
         if not cuda.has_driver():
             reason, remedy = f"there is no NVIDIA driver ({cuda.DRIVER})", ""
         elif missing and not home:

@@ -1,4 +1,4 @@
-"""Prints a launch on several hosts as a bash script, which starts the launcher on each by Slurm or Open MPI."""
+"""Prints a launch as a bash script, which starts the launcher on each host by Slurm or Open MPI."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def parse(argv: list[str], prog: str = "python -m gaccum_ms.launch") -> argparse
         parser.refuse(options.nodes not in (1, len(options.hosts)), wrong)
         options.nodes = len(options.hosts)
         options.master_addr = options.hosts[0] if options.master_addr == LOCAL else options.master_addr
-    without = options.dry_run == "openmpi" and not options.hosts
-    parser.refuse(without, "--dry-run openmpi needs --hosts, the names of the hosts, from host 0 on")
+    lacks_hosts = options.dry_run == "openmpi" and not options.hosts
+    parser.refuse(lacks_hosts, "--dry-run openmpi needs --hosts, the names of the hosts, from host 0 on")
     _check(parser, options)
     _check_restarts(parser, options)
     if options.dry_run or (options.nodes > 1 and not options.on):
@@ -114,8 +114,8 @@ def _parser(prog: str) -> Parser:
     add = functools.partial(add, type=float, metavar="S")
     add("--timeout", default=0, help="end all ranks after this time (default: never)")
     add("--start-timeout", default=600, help="end all ranks if one has not come by then (default: 600)")
-    others = "once a rank has ended, the others have so long to end (default: 3600; 0: for ever)"
-    add("--end-timeout", default=3600, help=others)
+    others = "end the others so long after a rank has ended (default: never)"
+    add("--end-timeout", default=0, help=others)
 
     add = parser.add_argument_group("restarts after a rank has failed").add_argument
     add = functools.partial(add, type=int, default=0)

@@ -176,8 +176,8 @@ class Ranks:
             raise LaunchError("".join([why, *map(self._log, missing[:NAMES])]), code=124)
         limit, going = self._cluster.end_timeout, self.running()
         if limit and self.over and going and now - min(self.over.values()) > limit:
-            why = f"{self._names(sorted(self.over))} ended with exit code 0, and {self._names(going)} did not within"
-            raise LaunchError(f"{why} {limit:g} s (--end-timeout); {self._all_ended}", code=124)
+            why = f"{self._names(sorted(self.over))} ended with exit code 0, and {self._names(going)} did not end"
+            raise LaunchError(f"{why} within {limit:g} s (--end-timeout); {self._all_ended}", code=124)
 
 
 def _is_gone(pid: int) -> bool:

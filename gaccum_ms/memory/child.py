@@ -35,7 +35,12 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")  # 5, written into it, resets the pe
 
 
 def check_system(owner: str) -> None:
-    """Refuse what is not Linux, and sandboxes that do not report the peak of a process."""
+    """Refuse what is not Linux, sandboxes that do not report the peak of a process, and workers without children."""
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            f"For '{owner}', a trial runs in a copy of this process, but got a daemon of multiprocessing, such as a "
+            f"worker of its Pool, which may have no children. Use concurrent.futures.ProcessPoolExecutor."
+        )
     if not os.access(_CLEAR_REFS, os.W_OK):
         raise RuntimeError(
             f"For '{owner}', memory on CPU is measured by the peak of a process's resident size, which needs "

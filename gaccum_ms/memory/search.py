@@ -19,7 +19,7 @@ def found_size(trials: Trials, fails: Callable[[BaseException], bool]) -> int:
     forecast = Forecast(trials, fails)
     while (size := forecast.next_size()) is not None:
         forecast.measure(size)
-    return agreed_size(trials.owner, forecast.found() * trials.unit, trials.limit)
+    return agreed_size(trials.owner, forecast.found() * trials.unit, trials.given_limit)
 
 
 def agreed_size(owner: str, size: int, limit: int | None) -> int:

@@ -18,6 +18,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.backend.graphs import compiling_alone
+from gaccum_ms.backend.newer_optimizers import refuse_without_kernels
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.snapshot import Snapshot, as_numpy
 from gaccum_ms.cell import GradAccumulationCell
@@ -25,7 +26,7 @@ from gaccum_ms.checks.arguments import check_optimizer, check_positive_int
 from gaccum_ms.checks.batches import batch_shapes
 from gaccum_ms.cpu.convolutions import limit_instructions_for
 from gaccum_ms.distributed.layout import rank_and_ranks
-from gaccum_ms.distributed.ranks import compiler_distributes
+from gaccum_ms.distributed.ranks import check_parallel_mode, compiler_distributes
 from gaccum_ms.distributed.sharded_optimizer import ShardedOptimizer
 from gaccum_ms.layers.batchnorm import refuse_sync_batch_norm
 from gaccum_ms.memory.child import check_system, run_in_child
@@ -54,7 +55,9 @@ class Trials:
         memory_limit: int | None,
     ) -> None:
         check_optimizer(owner, cell, optimizer)
+        refuse_without_kernels(owner, optimizer)
         compatibility.check(TRIAL, owner, Setup(cell.options, cell.network, compiler_distributes()))
+        check_parallel_mode(owner)
         refuse_sync_batch_norm(owner, cell.network)
         plan_split(batch_shapes(tuple(batch)), 1, None, cell.shared, cell.axis)
         if memory_limit is not None:
@@ -64,6 +67,7 @@ class Trials:
         self._in_copy = on_cpu()
         if self._in_copy:
             check_system(owner)
+        self.given_limit = memory_limit
         self.limit = default_limit() if memory_limit is None else memory_limit
         self._worst = cell.split.worst_case(*batch) if cell.trims else None
         self.samples = self._worst.most if self._worst else batch[0].shape[cell.first_axis]  # the largest size

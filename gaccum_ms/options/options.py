@@ -1,4 +1,4 @@
-"""The options of accumulation, each once: its type, its default and its check. The signature and docstring of
+"""The options of accumulation, each once: its default and its check. The signature and docstring of
 `GradAccumulationCell` are compared with this. compatibility.py has what does not go together.
 """
 

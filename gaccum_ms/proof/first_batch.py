@@ -47,9 +47,17 @@ class _LeftOut(Exception):
 
 
 class FirstBatch:
-    """The proof of one training. `function` : the network, or the function of a loop; `networks` : those in it."""
+    """The proof of one training. `function` : the network, or the function of a loop; `networks` : those in it;
+    `is_asked_for` : by a user, in spite of the options and of the environment."""
 
-    def __init__(self, owner: str, function: Callable[..., Any], networks: Sequence[nn.Cell], options: Options) -> None:
+    def __init__(
+        self,
+        owner: str,
+        function: Callable[..., Any],
+        networks: Sequence[nn.Cell],
+        options: Options,
+        is_asked_for: bool = False,
+    ) -> None:
         self._owner = owner
         self._function = function
         self._networks = networks
@@ -58,6 +66,8 @@ class FirstBatch:
         # An earlier batch, which only another one can tell about, and its count, where a loop gives numbers.
         self._before: tuple[Inputs, float | None] | None = None
         self.verdict = Verdict(UNDECIDED, "no batch has been seen")
+        if is_asked_for:
+            return
         if options.check is None:
             self.skip("check=None")
         elif os.environ.get(VARIABLE, "").lower() == "none":

@@ -88,10 +88,6 @@ class RunRecord(nn.Cell):
         """Note a batch, which may come from no data set that is known here."""
         self.seen_samples = max(self.seen_samples, samples)
 
-    def end_training(self) -> None:
-        """Called when it has ended."""
-        self.training_ended = True
-
     def keep_state(self) -> None:
         """Keep for the next checkpoint what is not in Parameters: the default generator's state, and the samples of a
         batch."""

@@ -12,7 +12,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which most people can distinguish.
-COLOURS = BLUE, ORANGE, GREEN, PURPLE, SKY = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
+COLOURS = BLUE, ORANGE, *_ = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 LOG_FROM = 30.0  # an axis is logarithmic if its largest value is this many times its least
 
 

@@ -21,8 +21,8 @@ class AutoSize:
     Args:
         memory_limit (int, optional): This rank's memory limit in bytes, as in :func:`find_micro_batch_size` .
             Default: ``None`` , the available memory.
-        is_out_of_memory (Callable, optional): A function of an error: whether it means that memory is not enough.
-            Default: ``None`` , MemoryError, and RuntimeError with a message of MindSpore's allocators.
+        is_out_of_memory (Callable, optional): A function of an error: whether it means that memory is not enough, as a
+            MemoryError always does. Default: ``None`` , RuntimeError with a message of MindSpore's allocators.
 
     Raises:
         TypeError: If `memory_limit` is not an int, or `is_out_of_memory` not callable.

@@ -62,7 +62,7 @@ class MaxTokens(Splitter):
 
     Outputs:
         list[tuple[Tensor]], the inputs of each micro-batch. ``plan`` is then the :class:`TokenPlan` of this batch, to
-        print and to draw. A training step does not change this object, which several steps may have: its ``split`` is a
+        print. A training step does not change this object, which several steps may have: its ``split`` is a
         copy with the step's own ``plan`` , ``widths`` and ``max_tokens`` . Outputs of a network with `aux` come back in
         the batch's order; those whose axis 1 is as long as each micro-batch is wide are padded with zeros, or cut, to
         :math:`W` .
@@ -135,6 +135,7 @@ class MaxTokens(Splitter):
         self._fillers: tuple[float, ...] | None = None if padding is None else tuple(padding)
         self._filler_row: tuple[ms.Tensor, ...] | None = None  # a row of padding, until it is checked
         self._is_checked = False
+        self._before_any_batch = copy.copy(self)
 
     def __call__(self, *inputs: Any) -> MicroBatches:
         if self.max_tokens is None:
@@ -157,7 +158,7 @@ class MaxTokens(Splitter):
         return [rows.micro_batch(samples, width) for width, samples in self.plan.micro_batches]
 
     def working_copy(self) -> MaxTokens:
-        return copy.copy(self)
+        return copy.copy(self._before_any_batch)
 
     def worst_case(self, *inputs: Any) -> WorstCase:
         """The micro-batches that a search for the number of tokens tries with a batch. Nothing changes here."""

@@ -26,7 +26,7 @@ class TokenPlan:
         micro_batches (tuple): For each its width, and the index in the batch of each row's sample; -1: padding.
 
     Raises:
-        ImportError: If :meth:`draw` is called and matplotlib is not installed.
+        TypeError: If a field is left out.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -103,7 +103,7 @@ class FoundSize(Runner):
                 added = self.runner.add(batch)
                 some = bool(added[0].asnumpy().any())  # waits: the error may come after the call
             except Exception as error:
-                if not self._fails(error):
+                if not isinstance(error, MemoryError) and not self._fails(error):
                     raise
                 failed = type(error).__name__
             else:
@@ -112,10 +112,11 @@ class FoundSize(Runner):
                 return added
             gc.collect()  # frees what the failed try held, its frames and the error included
             self._put_back()
-            size: Any = self.runner.size
+            known: Any = self.runner.size
             samples = batch.inputs[0].shape[self._cell.first_axis]
+            size = known if self._cell.trims else min(known, samples)  # a short batch is one micro-batch
             if size <= self.runner.least:
-                self.runner.cut_into(size)  # a graph that has failed does not run again
+                self.runner.cut_into(known)  # a graph that has failed does not run again
                 search.agreed_size(_NAME, 0, self._limit)  # raises, on all ranks
             self._shrink(max(-(-size // 2), self.runner.least), f"({failed}) for {samples} samples")
             batch = self.runner.prepare(tuple(batch.inputs))

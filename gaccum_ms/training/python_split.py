@@ -25,7 +25,7 @@ from gaccum_ms.accumulation.open_window import SUMS
 from gaccum_ms.accumulation.saturation import clear_flag
 from gaccum_ms.accumulation.update import OfWindow
 from gaccum_ms.backend.snapshot import as_numpy
-from gaccum_ms.backend.without_effect import outputs_of
+from gaccum_ms.backend.without_effect import CannotPutBack, outputs_of
 from gaccum_ms.checks.arguments import described
 from gaccum_ms.training.runner import Batch, Runner
 
@@ -101,7 +101,10 @@ class PythonSplit(Runner):
             return [("'count'", float(self._count(*micro_batch)))]
         if not self._components.options.returns_ratio:
             return []
-        outputs = outputs_of(self._components.network, micro_batch, self._components.weights)
+        try:
+            outputs = outputs_of(self._components.network, micro_batch, self._components.weights)
+        except CannotPutBack:  # the network takes from an iterator
+            return []
         pair = [np.asarray(as_numpy(value) if isinstance(value, ms.Tensor) else value) for value in outputs[:2]]
         if len(pair) < 2 or any(value.dtype.kind not in "iufb" or value.size != 1 for value in pair):
             return []  # a check explains it when the step is compiled

@@ -271,6 +271,7 @@ class TrainOneStepWithGradAccumulationCell(nn.TrainOneStepCell):
     def let_windows_span_batches(self, accumulation_steps: int = 2) -> None:
         """Prepare the step for :meth:`set_accumulation_steps` , if the cell has no `accumulation_steps` . This is
         refused for several losses, for a loss of the whole batch, and after the step has run with windows of one batch.
+        `accumulation_steps` : those that will be set, for errors, if they are known.
         """
         if self.spans_batches:
             return

@@ -237,7 +237,9 @@ def time_major(m, x, y):
     ],
     ids=["ignored", "needless", "ratio", "shared", "axis", "broadcast"],
 )
-def test_names_the_remedy_with_which_it_passes(case, remedy, applied, pynative):
+def test_names_the_remedy_with_which_it_passes(case, remedy, applied, pynative, monkeypatch):
+    """Also where trainings make no proof."""
+    monkeypatch.setenv("GACCUM_MS_CHECK", "none")
     assert remedy in remedy_of(run_case(case))
     changed = {name: applied.pop(name) for name in ("loss", "inputs") if name in applied}
     report = run_case(case._replace(options={**case.options, **applied}, **changed))

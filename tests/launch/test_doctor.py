@@ -55,7 +55,10 @@ def test_what_a_gpu_lacks_is_named_with_a_remedy(broken_mindspore, monkeypatch):
     env = {**os.environ, "PYTHONPATH": broken_mindspore}
     assert doctor.check_device("GPU", env) == ("GPU", "no: nvidia-cudnn-cu11 missing", cuda.REMEDY)
     monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda-12")
-    assert doctor.check_device("GPU", env).remedy == "unset CUDA_HOME=/usr/local/cuda-12, or set it to a CUDA 11"
+    assert (
+        doctor.check_device("GPU", env).remedy
+        == "see nvidia-smi; if CUDA_HOME=/usr/local/cuda-12 is no CUDA 11, run: unset CUDA_HOME"
+    )
 
 
 @pytest.mark.distributed

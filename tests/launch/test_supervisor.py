@@ -51,7 +51,7 @@ def test_once_a_rank_has_ended_the_others_have_the_end_timeout(tmp_path):
         ranks.check()
         ranks.note({"rank": 1, "at_end": True})
         time.sleep(0.01)
-        what = r"^rank 1 ended with exit code 0, and rank 0, rank 2 did not within 1e-09 s \(--end-timeout\); all ranks"
+        what = r"^rank 1 ended with exit code 0, and rank 0, rank 2 did not end within 1e-09 s \(--end-timeout\); all"
         with pytest.raises(LaunchError, match=what) if ends else contextlib.nullcontext():
             ranks.check()
         ranks.note({"rank": 0, "at_end": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -120,3 +121,8 @@ def reached() -> int:
 def test_a_run_ends_before_it_has_too_much():
     """Before, not after: it is ended while it could not pass the limit before the next look."""
     assert 400 * MB < alone(reached) <= 600 * MB
+
+
+def test_a_worker_that_may_have_no_children_is_told():
+    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(RuntimeError, match="ProcessPoolExecutor"):
+        pool.apply(child.check_system, ("a test",))

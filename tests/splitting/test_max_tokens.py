@@ -284,6 +284,8 @@ def test_the_users_object_stays_as_it_is_and_serves_two_steps(pynative):
     assert [step.split.widths[-1] for step in steps] == [LENGTH, 10]
     assert [step.split.plan.before for step in steps] == [LENGTH, 10]
     assert split.plan is None
+    split(*(Tensor(value) for value in DATA[0]))  # by hand, which is no batch of a training
+    assert (step_of(split).split.plan, step_of(split).split.widths) == (None, None)
     assert step_of(EvenSplit(), count=None, micro_size=2).split is None
 
 

@@ -143,6 +143,17 @@ def test_halves_and_goes_on():
     assert step.micro_batch_size == 4
 
 
+def test_a_short_batch_is_halved_from_its_own_size(pynative):
+    """Half of the size that was found would give the same micro-batch again."""
+    loss, step = halving_step(size=16)
+    short = [marked(one) for one in batches(3, 1)]
+    run(step, short)
+    loss.set_largest(2)
+    with pytest.warns(UserWarning, match="for 3 samples .*micro_batch_size=16, .* goes on with 2"):
+        run(step, short)
+    assert step.micro_batch_size == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*(BatchNorm|failed half-way):UserWarning")
 def test_not_even_one_sample(pynative):
     """All is put back bit for bit: accumulators and their compensations, statistics of BatchNorm and WindowBatchNorm,

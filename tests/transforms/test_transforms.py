@@ -365,6 +365,23 @@ def test_a_transform_of_ones_own():
     assert own("made") in {one.name for one in step.get_parameters()}
 
 
+class Scaled(nn.Cell):
+    """A Cell that is no Transform."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = ms.Parameter(Tensor(0.5), name="scale", requires_grad=False)
+
+    def construct(self, gradients):
+        return tuple(gradient * self.scale for gradient in gradients)
+
+
+def test_a_cell_may_be_a_link_and_its_parameters_are_the_steps(pynative):
+    step = make_step(Scaled(), jit=True)
+    assert any(parameter.name.endswith("scale") for parameter in step.get_parameters())
+    run(step, data(1))
+
+
 def test_a_search_for_a_size_tries_them_without_using_them(pynative):
     """Before and after the step is built: trials have their own links."""
     network = Regression()
