@@ -4,6 +4,7 @@
 # bash run.sh check                                  say what this machine can train on
 # bash run.sh test                                   all tests but the weekly ones, on all cores
 # bash run.sh test parallel | device | mutations     graphs for 8 devices; tests on devices; faults they must find
+# bash run.sh test matrix                            for each fault the tests that find it (hours; it can be stopped)
 # bash run.sh test weekly                            the tests of tests/weekly.txt, which none of the above runs
 # bash run.sh test [arguments of pytest]             some of all tests, in one process
 # bash run.sh test --mindspore 2.8.0 [any of these]  with that MindSpore, in an environment of its own
@@ -76,7 +77,7 @@ test)
         venv=$here/.venv-$version python=''
         set -- test "${@:4}"
     fi
-    use "test${EXTRAS:+,$EXTRAS}" pytest grimp pytest_rerunfailures xdist sklearn tensorboardX matplotlib mindcv \
+    use "test${EXTRAS:+,$EXTRAS}" pytest coverage grimp pytest_rerunfailures xdist sklearn tensorboardX matplotlib mindcv \
         myst_parser selenium sphinx_copybutton sphinx_reredirects ${EXTRAS//,/ }
     cd "$here"
     case ${2-} in
@@ -84,7 +85,7 @@ test)
     weekly) tests=(-m pytest -m weekly) ;; # in one process: some measure memory
     parallel) tests=(-m pytest tests/semi_auto) ;;
     device) tests=(tests/device/report.py) ;;
-    mutations) tests=(tests/mutations.py) ;;
+    mutations | matrix) tests=(tests/$2.py) ;;
     *) exec "$python" -m pytest "${@:2}" ;;
     esac
     PIP_RETRIES=1 use gpu nvidia.cudnn || echo "the tests that need NVIDIA's libraries are skipped"

@@ -41,6 +41,7 @@ setup(
         "gallery": ["matplotlib", "mindcv==0.3.*", "scikit-learn"],  # all of sample_code/
         "tensorboard": ["tensorboardX"],
         "test": [
+            "coverage>=7.10",  # tests/matrix.py
             "grimp>=3",
             "ipykernel",
             "ipywidgets",

@@ -8,22 +8,26 @@ is missing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "gaccum_ms"
 LIMIT = 1200  # seconds for the tests of one fault
+JOBS = len(os.sched_getaffinity(0))
 
 
 class Fault(NamedTuple):
@@ -50,25 +54,55 @@ def read(file: Path) -> list[Fault]:
 FAULTS = [fault for file in sorted((ROOT / "tests" / "faults").glob("*.txt")) for fault in read(file)]
 
 
-def run(fault: Fault, folder: Path) -> str:
-    """The result of the tests: "found", or why not."""
+@contextlib.contextmanager
+def planted(fault: Fault, folder: Path) -> Iterator[None]:
+    """Within it, the copy in the folder has the fault."""
     file = folder / PACKAGE.name / fault.file
     text = file.read_text()
-    if text.count(fault.right) != 1:
-        return f"STALE: {fault.file} has its text {text.count(fault.right)} times"
-    words, _, chosen = fault.tests.partition(" -k ")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += [f"tests/{word}" for word in words.split()] + (["-k", chosen.strip("'")] if chosen else [])
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
     file.write_text(text.replace(fault.right, fault.wrong))
     try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return f"NOT FINISHED in {LIMIT} s"
+        yield
     finally:
         file.write_text(text)
-    said = {0: "SURVIVES", 1: "found"}
-    return said.get(done.returncode, f"NOT RUN: {done.stdout[-300:]}{done.stderr[-300:]}")
+
+
+@contextlib.contextmanager
+def copies() -> Iterator[queue.SimpleQueue[Path]]:
+    """Copies of the project, as many as cores."""
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", "data")
+    folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="gaccum_ms_mutations_") as name:
+        for number in range(JOBS):
+            folders.put(Path(shutil.copytree(ROOT, Path(name, str(number), "project"), ignore=ignored)))
+        yield folders
+
+
+def pytest_in(folder: Path, *words: str, seconds: float, **options: Any) -> int | None:
+    """The exit code of pytest in a copy; None if it did not end in time. What its tests started ends with it."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **options) as tests:
+        try:
+            return tests.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(tests.pid, signal.SIGKILL)
+
+
+def run(fault: Fault, folder: Path) -> str:
+    """The result of the tests: "found", or why not."""
+    number = (PACKAGE / fault.file).read_text().count(fault.right)
+    if number != 1:
+        return f"STALE: {fault.file} has its text {number} times"
+    names, _, chosen = fault.tests.partition(" -k ")
+    words = [f"tests/{name}" for name in names.split()] + (["-k", chosen.strip("'")] if chosen else [])
+    with planted(fault, folder), (folder / "said").open("w+") as said:
+        code = pytest_in(folder, "-q", "-x", *words, seconds=LIMIT, stdout=said, stderr=subprocess.STDOUT)
+        said.seek(0)
+        results = {0: "SURVIVES", 1: "found", None: f"NOT FINISHED in {LIMIT} s"}
+        return results.get(code, f"NOT RUN: {said.read()[-600:]}")
 
 
 def sample(faults: list[Fault], number: int, seed: int) -> list[Fault]:
@@ -89,25 +123,20 @@ def main() -> int:
     words = options.words
     chosen = [fault for fault in FAULTS if not words or any(word in fault.what or word in fault.file for word in words)]
     chosen = chosen if options.sample is None else sample(chosen, options.sample, options.seed)
-    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
-    jobs = len(os.sched_getaffinity(0))
     last = time.monotonic() + 60 * options.minutes
 
     def attempt(fault: Fault) -> bool | None:
-        folder, begin = copies.get(), time.monotonic()
+        folder, begin = folders.get(), time.monotonic()
         if begin > last:
-            copies.put(folder)
+            folders.put(folder)
             print(f"{fault.what}: NOT TRIED, the time given by --minutes is over", flush=True)
             return None
         said = run(fault, folder)
-        copies.put(folder)
+        folders.put(folder)
         print(f"{fault.what}: {said} ({time.monotonic() - begin:.0f} s)", flush=True)
         return said == "found"
 
-    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", "data")
-    with tempfile.TemporaryDirectory(prefix="gaccum_ms_mutations_") as name, ThreadPoolExecutor(jobs) as pool:
-        for number in range(jobs):
-            copies.put(Path(shutil.copytree(ROOT, Path(name, str(number), "project"), ignore=ignored)))
+    with copies() as folders, ThreadPoolExecutor(JOBS) as pool:
         tried = [found for found in pool.map(attempt, chosen) if found is not None]
     print(f"{sum(tried)} of {len(tried)} found")
     return int(not all(tried))

@@ -1,0 +1,220 @@
+"""The matrix of faults and tests: for each planted fault, the three cheapest tests that find it, of those that run its
+lines. ``python tests/matrix.py [--minutes 60] [words]`` makes what is missing of ``matrix.tsv`` , and can be stopped.
+
+First all tests run once, and note which lines each runs (`support/lines_of_tests.py`). Then each fault is planted in a
+copy of the project. The tests that the fault names run first, then those whose coverage has a line of the fault: the
+others of these files, which share what they compile, and then from the files whose tests are cheapest, until three have
+found it; at last a minute of random histories. Each fault has two minutes, so that 350 take at most six hours on two
+cores.
+
+A row is made anew when the file of the fault, the fault, or a file of the tests that found it has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.mutations import FAULTS, JOBS, PACKAGE, ROOT, Fault, copies, planted, pytest_in, run
+
+TABLE = ROOT / "tests" / "matrix.tsv"
+MEASURED = ROOT / "build" / "lines_of_tests"
+ENOUGH = 3  # tests that find a fault
+HISTORIES = "histories.py --minutes 1"
+# Coverage knows a process by the test that starts it, and is saved by processes that are ended or fork.
+SETTINGS = """[run]
+core = ctrace
+source = {package}
+data_file = {data}
+parallel = true
+patch = fork, _exit
+sigterm = true
+context = ${{PYTEST_CURRENT_TEST}}
+disable_warnings = no-data-collected, module-not-measured, module-not-imported
+"""
+
+
+class Row(NamedTuple):
+    """What was found of a fault: how many tests ran its lines, how many of them were tried, and which found it."""
+
+    fault: str
+    checksum: str
+    covering: int
+    tried: int
+    finders: list[str]
+
+
+def checksum(fault: Fault, finders: list[str], root: Path = ROOT) -> str:
+    """Of the fault, of its file, and of the files of the tests that found it."""
+    files = {f"{PACKAGE.name}/{fault.file}", *("tests/" + re.split("::| ", finder)[0] for finder in finders)}
+    texts = [(root / file).read_bytes() for file in sorted(files)]
+    return f"{zlib.crc32(b''.join([*texts, repr(fault).encode()])):08x}"
+
+
+def read_table() -> dict[str, Row]:
+    rows = {}
+    for line in TABLE.read_text().splitlines()[1:] if TABLE.exists() else []:
+        fault, number, covering, tried, *finders = line.split("\t")
+        rows[fault] = Row(fault, number, int(covering), int(tried), finders)
+    return rows
+
+
+def write_table(rows: dict[str, Row]) -> None:
+    lines = ["\t".join(("fault", "checksum", "tests of its lines", "tried", "found by"))]
+    for fault in FAULTS:
+        if fault.what in rows:
+            _, number, covering, tried, finders = rows[fault.what]
+            lines.append("\t".join((fault.what, number, str(covering), str(tried), *finders)))
+    new = TABLE.with_suffix(".new")
+    new.write_text("\n".join(lines) + "\n")
+    new.replace(TABLE)
+
+
+def measure() -> None:
+    """Run all tests, and keep their lines, their seconds, and the package of which these are."""
+    shutil.rmtree(MEASURED, ignore_errors=True)
+    shutil.copytree(PACKAGE, MEASURED / PACKAGE.name)
+    settings = MEASURED / "settings"
+    settings.write_text(SETTINGS.format(package=PACKAGE, data=MEASURED / "lines"))
+    environment = {**os.environ, "COVERAGE_PROCESS_START": str(settings), "PYTHONPATH": str(ROOT)}
+    suite = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.lines_of_tests", "-m", "not weekly"]
+    suite += ["--numprocesses", "auto", "--dist", "loadgroup", "--no-loadscope-reorder"]
+    subprocess.run(suite, cwd=ROOT, env=environment)  # a test that fails under coverage has its lines all the same
+    histories = [sys.executable, *f"tests/{HISTORIES}".split()]
+    subprocess.run(histories, cwd=ROOT, env={**environment, "PYTEST_CURRENT_TEST": HISTORIES})
+    combine = [sys.executable, "-m", "coverage", "combine", "--quiet", f"--rcfile={settings}"]
+    subprocess.run(combine, cwd=ROOT, check=True)
+    (ROOT / "build" / "each_test.tsv").rename(MEASURED / "each_test.tsv")
+
+
+class Candidates:
+    """The tests that run the lines of a fault, in the order in which they are tried."""
+
+    def __init__(self) -> None:
+        from coverage import CoverageData  # not above: only this command needs it
+
+        self.data = CoverageData(str(MEASURED / "lines"))
+        self.data.read()
+        lines = (MEASURED / "each_test.tsv").read_text().splitlines()[1:]
+        self.seconds = {test: float(seconds) for seconds, test in (line.split("\t") for line in lines)}
+
+    def of(self, fault: Fault) -> tuple[list[str], bool]:
+        """The tests, in their order; and whether the histories are among them."""
+        contexts: set[str] = set()
+        lines = lines_of(fault)
+        for line, tests in self.data.contexts_by_lineno(str(PACKAGE / fault.file)).items():
+            if line in lines:
+                contexts.update(re.sub("(@.*)? \\((setup|call|teardown)\\)$", "", test) for test in tests)
+        tests = [test for test in self.seconds if test in contexts or test.partition("::")[0] in contexts]
+        costs: dict[str, list[float]] = defaultdict(list)
+        for test in tests:
+            costs[test.partition("::")[0]].append(self.seconds[test])
+        mean = {file: sum(seconds) / len(seconds) for file, seconds in costs.items()}
+        names, _, words = fault.tests.partition(" -k ")
+        files = tuple(f"tests/{name}" for name in names.split())
+        named = [test for test in self.seconds if test.startswith(files) and has(test, words.strip("'"))]
+        order = {test: place for place, test in enumerate(self.seconds)}
+
+        def key(test: str) -> tuple:
+            file = test.partition("::")[0]
+            return not test.startswith(files), mean[file], file, order[test]
+
+        return list(dict.fromkeys([*named, *sorted(tests, key=key)])), HISTORIES in contexts
+
+
+def has(test: str, words: str) -> bool:
+    """Whether ``-k words`` chooses the test."""
+    from _pytest.mark.expression import Expression
+
+    return not words or Expression.compile(words).evaluate(lambda word, **_: word.lower() in test.lower())
+
+
+def lines_of(fault: Fault) -> range:
+    """The lines of the right code in the file that was measured; all, if it is not there."""
+    before, _, after = (MEASURED / PACKAGE.name / fault.file).read_text().partition(fault.right)
+    first = before.count("\n") + 1 if after else 1
+    return range(first, before.count("\n") + fault.right.count("\n") + 2)
+
+
+def row_of(fault: Fault, folder: Path, candidates: Candidates, limit: float) -> Row:
+    tests, histories = candidates.of(fault)
+    if not tests:  # a weekly one
+        finders = [fault.tests] if run(fault, folder) == "found" else []
+        return Row(fault.what, checksum(fault, finders, folder), 1, 1, finders)
+    said, chosen = folder / "said", folder / "chosen"
+    until = time.monotonic() + limit
+    with planted(fault, folder):
+        chosen.write_text("\n".join(tests))
+        with said.open("w") as file:
+            words = ("-v", f"--maxfail={ENOUGH}", "-m", "not weekly", f"@{chosen}")
+            pytest_in(folder, *words, seconds=limit, stdout=file, stderr=subprocess.STDOUT)
+        results = re.findall(r"^tests/(\S.*?) (PASSED|FAILED|ERROR)\b", said.read_text(), re.MULTILINE)
+        tried = len(results)
+        finders = list(dict.fromkeys(test for test, result in results if result != "PASSED"))
+        if histories and len(finders) < ENOUGH and time.monotonic() < until:
+            play = [sys.executable, *f"tests/{HISTORIES}".split()]
+            environment = {**os.environ, "PYTHONPATH": str(folder)}
+            played = subprocess.run(
+                play, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+            )
+            tried += 1
+            if played.returncode == 1:
+                finders.append(HISTORIES)
+    return Row(fault.what, checksum(fault, finders, folder), len(tests) + histories, tried, finders)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python tests/matrix.py", description=__doc__)
+    parser.add_argument("words", nargs="*", help="faults that have one of these in description or file; by default all")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no fault later")
+    parser.add_argument("--seconds", type=float, default=120, help="for the tests of each fault (default: 120)")
+    parser.add_argument("--measure", action="store_true", help="run all tests again, for their lines")
+    options = parser.parse_args()
+    last, writing = time.monotonic() + 60 * options.minutes, threading.Lock()
+    rows = read_table()
+    missing = [
+        fault
+        for fault in FAULTS
+        if fault.what not in rows or rows[fault.what].checksum != checksum(fault, rows[fault.what].finders)
+        if not options.words or any(word in fault.what or word in fault.file for word in options.words)
+    ]
+    if missing:
+        if options.measure or not MEASURED.exists():
+            measure()
+        candidates = Candidates()
+
+    def make(fault: Fault) -> None:
+        if time.monotonic() > last:
+            return
+        folder, begin = folders.get(), time.monotonic()
+        row = row_of(fault, folder, candidates, options.seconds)
+        folders.put(folder)
+        with writing:
+            rows[fault.what] = row
+            write_table(rows)
+        print(f"{row.fault}: found by {len(row.finders)} of {row.tried} ({time.monotonic() - begin:.0f} s)", flush=True)
+
+    with copies() as folders, ThreadPoolExecutor(JOBS) as pool:
+        list(pool.map(make, missing))
+    found = [row.finders for row in rows.values() if row.finders]
+    print(
+        f"{len(found)} of {len(FAULTS)} faults are found; {len({t for tests in found for t in tests})} tests find them"
+    )
+
+
+if __name__ == "__main__":
+    main()
