@@ -99,7 +99,8 @@ class Update(nn.Cell):
         self.has_transforms = bool(transforms)
         # Gradients have their accumulators' dtype or, where they were multiplied or divided, float32.
         dtypes = {options.accumulators.dtype or weight.dtype for weight in weights}
-        self.casts_to_weights = dtypes | {weight.dtype for weight in weights} != {ms.float32}
+        of_weights = {weight.dtype for weight in weights}
+        self.casts_to_weights = dtypes | of_weights != {ms.float32}
         if transforms:
             self.has_low_precision = dtypes != {ms.float32}
             self.transforms = Chain(owner, transforms, max_grad_norm is not None, weights, network)
@@ -120,11 +121,7 @@ class Update(nn.Cell):
         if self.has_norm:
             self.grad_norm = state_parameter("grad_norm")
         # If the norm is finite, the gradients are, and stay so in float32: they need no second check.
-        self.norm_tells = (
-            max_grad_norm is not None
-            and not window.is_sharded
-            and all(weight.dtype == ms.float32 for weight in weights)
-        )
+        self.norm_tells = max_grad_norm is not None and not window.is_sharded and of_weights == {ms.float32}
         self.update_count = counter("update_count")
         self.map = ops.HyperMap()
         self.adds_flags = saturates() and ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL
