@@ -4,10 +4,11 @@ lines. ``python tests/matrix.py [--minutes 60] [words]`` makes what is missing o
 First all tests run once, and note which lines each runs (`support/lines_of_tests.py`). Then each fault is planted in a
 copy of the project. The tests that the fault names run first, then those whose coverage has a line of the fault: the
 others of these files, which share what they compile, and then from the files whose tests are cheapest, until three have
-found it; at last a minute of random histories. Each fault has two minutes, so that 350 take at most six hours on two
-cores.
+found it; at last a minute of random histories. The tests that a fault does not name have two minutes, so that 350 take
+at most six hours on two cores.
 
-A row is made anew when the file of the fault, the fault, or a file of the tests that found it has changed.
+A row is made anew when the file of the fault, the fault, or a file of the tests that found it has changed; and where
+fewer than three tests found it, not all were tried, and it had fewer seconds.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ import threading
 import time
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.mutations import FAULTS, JOBS, PACKAGE, ROOT, Fault, copies, planted, pytest_in, run
+from tests.mutations import FAULTS, JOBS, LIMIT, PACKAGE, ROOT, Fault, copies, planted, pytest_in, run
 
 TABLE = ROOT / "tests" / "matrix.tsv"
 MEASURED = ROOT / "build" / "lines_of_tests"
 ENOUGH = 3  # tests that find a fault
+FILES = 8  # that are collected at a time
 HISTORIES = "histories.py --minutes 1"
 # Coverage knows a process by the test that starts it, and is saved by processes that are ended or fork.
 SETTINGS = """[run]
@@ -49,36 +52,42 @@ disable_warnings = no-data-collected, module-not-measured, module-not-imported
 
 
 class Row(NamedTuple):
-    """What was found of a fault: how many tests ran its lines, how many of them were tried, and which found it."""
+    """What was found of a fault: how many tests ran its lines, how many of them were tried in how many seconds beside
+    those that it names, and which found it."""
 
     fault: str
     checksum: str
     covering: int
     tried: int
+    seconds: int
     finders: list[str]
+
+    def is_valid(self, fault: Fault, seconds: float) -> bool:
+        is_whole = len(self.finders) >= ENOUGH or self.tried >= self.covering or self.seconds >= seconds
+        return is_whole and self.checksum == checksum(fault, self.finders)
 
 
 def checksum(fault: Fault, finders: list[str], root: Path = ROOT) -> str:
     """Of the fault, of its file, and of the files of the tests that found it."""
     files = {f"{PACKAGE.name}/{fault.file}", *("tests/" + re.split("::| ", finder)[0] for finder in finders)}
-    texts = [(root / file).read_bytes() for file in sorted(files)]
+    texts = [(root / file).read_bytes() for file in sorted(files) if (root / file).exists()]
     return f"{zlib.crc32(b''.join([*texts, repr(fault).encode()])):08x}"
 
 
 def read_table() -> dict[str, Row]:
     rows = {}
     for line in TABLE.read_text().splitlines()[1:] if TABLE.exists() else []:
-        fault, number, covering, tried, *finders = line.split("\t")
-        rows[fault] = Row(fault, number, int(covering), int(tried), finders)
+        fault, number, covering, tried, seconds, *finders = line.split("\t")
+        rows[fault] = Row(fault, number, int(covering), int(tried), int(seconds), finders)
     return rows
 
 
 def write_table(rows: dict[str, Row]) -> None:
-    lines = ["\t".join(("fault", "checksum", "tests of its lines", "tried", "found by"))]
+    lines = ["\t".join(("fault", "checksum", "tests of its lines", "tried", "in seconds", "found by"))]
     for fault in FAULTS:
         if fault.what in rows:
-            _, number, covering, tried, finders = rows[fault.what]
-            lines.append("\t".join((fault.what, number, str(covering), str(tried), *finders)))
+            *values, finders = rows[fault.what]
+            lines.append("\t".join((*map(str, values), *finders)))
     new = TABLE.with_suffix(".new")
     new.write_text("\n".join(lines) + "\n")
     new.replace(TABLE)
@@ -112,8 +121,8 @@ class Candidates:
         lines = (MEASURED / "each_test.tsv").read_text().splitlines()[1:]
         self.seconds = {test: float(seconds) for seconds, test in (line.split("\t") for line in lines)}
 
-    def of(self, fault: Fault) -> tuple[list[str], bool]:
-        """The tests, in their order; and whether the histories are among them."""
+    def of(self, fault: Fault) -> tuple[list[str], list[str], bool]:
+        """The tests that the fault names; the others, in their order; and whether the histories are among them."""
         contexts: set[str] = set()
         lines = lines_of(fault)
         for line, tests in self.data.contexts_by_lineno(str(PACKAGE / fault.file)).items():
@@ -133,7 +142,7 @@ class Candidates:
             file = test.partition("::")[0]
             return not test.startswith(files), mean[file], file, order[test]
 
-        return list(dict.fromkeys([*named, *sorted(tests, key=key)])), HISTORIES in contexts
+        return named, sorted(set(tests) - set(named), key=key), HISTORIES in contexts
 
 
 def has(test: str, words: str) -> bool:
@@ -150,38 +159,56 @@ def lines_of(fault: Fault) -> range:
     return range(first, before.count("\n") + fault.right.count("\n") + 2)
 
 
-def row_of(fault: Fault, folder: Path, candidates: Candidates, limit: float) -> Row:
-    tests, histories = candidates.of(fault)
-    if not tests:  # a weekly one
-        finders = [fault.tests] if run(fault, folder) == "found" else []
-        return Row(fault.what, checksum(fault, finders, folder), 1, 1, finders)
+def few_files(tests: list[str]) -> Iterator[list[str]]:
+    """The tests, those of a few files at a time: to collect those of all takes longer than to run some."""
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+    for some in (files[:1], *(files[first : first + FILES] for first in range(1, len(files), FILES))):
+        yield [test for test in tests if test.partition("::")[0] in some]
+
+
+def results_of(tests: list[str], folder: Path, most: int, seconds: float) -> dict[str, str]:
+    """The results of these tests in a copy, until so many have failed, or the time is over."""
     said, chosen = folder / "said", folder / "chosen"
-    until = time.monotonic() + limit
+    chosen.write_text("\n".join(tests))
+    with said.open("w") as file:
+        words = ("-v", f"--maxfail={most}", "-m", "not weekly", f"@{chosen}")
+        pytest_in(folder, *words, seconds=seconds, stdout=file, stderr=subprocess.STDOUT)
+    return dict(re.findall(r"^tests/(\S.*?) (PASSED|FAILED|ERROR)\b", said.read_text(), re.MULTILINE))
+
+
+def row_of(fault: Fault, folder: Path, candidates: Candidates, limit: float) -> Row:
+    named, others, histories = candidates.of(fault)
+    results: dict[str, str] = {}
+    if not named:  # a weekly test, or one that is newer than what was measured
+        results[fault.tests] = "FAILED" if run(fault, folder) == "found" else "PASSED"
+
+    def finders() -> list[str]:
+        return [test for test, result in results.items() if result != "PASSED"]
+
     with planted(fault, folder):
-        chosen.write_text("\n".join(tests))
-        with said.open("w") as file:
-            words = ("-v", f"--maxfail={ENOUGH}", "-m", "not weekly", f"@{chosen}")
-            pytest_in(folder, *words, seconds=limit, stdout=file, stderr=subprocess.STDOUT)
-        results = re.findall(r"^tests/(\S.*?) (PASSED|FAILED|ERROR)\b", said.read_text(), re.MULTILINE)
-        tried = len(results)
-        finders = list(dict.fromkeys(test for test, result in results if result != "PASSED"))
-        if histories and len(finders) < ENOUGH and time.monotonic() < until:
+        if named:
+            results |= results_of(named, folder, ENOUGH, LIMIT)
+        until = time.monotonic() + limit
+        for chosen in few_files(others):
+            if len(finders()) < ENOUGH and time.monotonic() < until:
+                results |= results_of(chosen, folder, ENOUGH - len(finders()), until - time.monotonic())
+        if histories and len(finders()) < ENOUGH and time.monotonic() < until:
             play = [sys.executable, *f"tests/{HISTORIES}".split()]
             environment = {**os.environ, "PYTHONPATH": str(folder)}
-            played = subprocess.run(
-                play, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
-            )
-            tried += 1
-            if played.returncode == 1:
-                finders.append(HISTORIES)
-    return Row(fault.what, checksum(fault, finders, folder), len(tests) + histories, tried, finders)
+            played = subprocess.run(play, cwd=folder, env=environment, capture_output=True)
+            results[HISTORIES] = "FAILED" if played.returncode == 1 else "PASSED"
+    covering = len(named or [fault.tests]) + len(others) + histories
+    number = checksum(fault, finders(), folder)
+    return Row(fault.what, number, covering, len(results), int(limit), finders())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tests/matrix.py", description=__doc__)
     parser.add_argument("words", nargs="*", help="faults that have one of these in description or file; by default all")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no fault later")
-    parser.add_argument("--seconds", type=float, default=120, help="for the tests of each fault (default: 120)")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="for the tests that a fault does not name (default: 120)"
+    )
     parser.add_argument("--measure", action="store_true", help="run all tests again, for their lines")
     options = parser.parse_args()
     last, writing = time.monotonic() + 60 * options.minutes, threading.Lock()
@@ -189,7 +216,7 @@ def main() -> None:
     missing = [
         fault
         for fault in FAULTS
-        if fault.what not in rows or rows[fault.what].checksum != checksum(fault, rows[fault.what].finders)
+        if fault.what not in rows or not rows[fault.what].is_valid(fault, options.seconds)
         if not options.words or any(word in fault.what or word in fault.file for word in options.words)
     ]
     if missing:

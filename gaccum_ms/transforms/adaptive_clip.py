@@ -95,8 +95,8 @@ class AdaptiveGradientClip(Transform):
 
     def clipped(self, gradient, weight):
         largest = ops.maximum(self.norms(weight), ms.Tensor(self.eps, ms.float32)) * self.clipping
-        # Exactly one if the norm is not larger.
-        factor = largest / ops.maximum(self.norms(gradient), largest)
+        norms = self.norms(gradient)
+        factor = ops.select(norms <= largest, ops.ones_like(norms), largest / norms)  # NaN too, as in norms.py
         return (self.rows(gradient) * factor).reshape(gradient.shape)
 
     def norms(self, tensor):

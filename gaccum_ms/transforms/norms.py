@@ -54,5 +54,6 @@ def square_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
 
 def clip_by_norm(gradients: tuple[ms.Tensor, ...], norm: ms.Tensor, max_norm: float) -> tuple[ms.Tensor, ...]:
     """The gradients, scaled down to global norm `max_norm` if `norm` , their own norm, is larger; float32."""
-    factor = max_norm / ops.maximum(norm, ms.Tensor(max_norm, ms.float32))
+    # Not by `ops.maximum` , whose kernel on CPU takes the other number for NaN, outside of graphs.
+    factor = ops.select(norm <= max_norm, ops.ones_like(norm), max_norm / norm)
     return ops.HyperMap()(ops.partial(scale_by, factor), gradients)

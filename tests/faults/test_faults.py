@@ -1,4 +1,4 @@
-"""Each planted fault is one that `mutations.py` can try."""
+"""Each planted fault is one that `mutations.py` can try, and nearly all are in the matrix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from _pytest.mark import KeywordMatcher
 from _pytest.mark.expression import Expression
 
+from tests.matrix import read_table
 from tests.mutations import FAULTS, PACKAGE
 from tests.support.spread import TESTS, Spread, weekly_tests
 
@@ -38,3 +39,10 @@ def test_each_fault_names_a_test_and_nearly_all_a_test_that_runs_at_each_commit(
     weekly = weekly_tests(TESTS / "weekly.txt")
     assert all(any(name.startswith(fault.tests.split()[0]) for name in weekly) for fault in unknown), unknown
     assert len(unknown) <= 0.03 * len(FAULTS), unknown
+
+
+def test_the_matrix_has_tests_that_find_nearly_all_faults():
+    rows = read_table()
+    without = [fault.what for fault in FAULTS if fault.what not in rows or not rows[fault.what].finders]
+    assert len(without) <= 0.03 * len(FAULTS), without
+    assert rows.keys() <= {fault.what for fault in FAULTS}

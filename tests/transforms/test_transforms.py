@@ -195,7 +195,7 @@ def test_a_window_that_is_left_out_changes_neither_weights_nor_optimizer(pynativ
 def test_nan_stays_nan(pynative):
     gradients = (Tensor([np.nan, np.inf, 0.25, -np.inf], ms.float32),)
     np.testing.assert_array_equal(ClipByValue(0.5, -0.25)(gradients)[0].asnumpy(), [np.nan, 0.5, 0.25, -0.25])
-    assert np.isnan(ClipByGlobalNorm(1.0)(gradients)[0].asnumpy()[0])
+    assert np.isnan(ClipByGlobalNorm(1.0)(gradients)[0].asnumpy()).all()
     step = make_step(AdaptiveGradientClip(0.01))
     x, y = data(1)[0]
     step(Tensor(x * np.nan), Tensor(y))
