@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 # From errors of MindSpore 2.10: allocations on CPU, memory pools on GPU and Ascend, CUDA's libraries.
@@ -29,6 +30,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in _PHRASES)
+
+
+def memory_test(test: Callable[[BaseException], bool] | None) -> Callable[[BaseException], bool]:
+    """`is_out_of_memory` , or the user's test in its place; a MemoryError means it in any case."""
+    if test is None:
+        return is_out_of_memory
+    return lambda error: isinstance(error, MemoryError) or test(error)
 
 
 def check_test(owner: str, test: Any) -> None:

@@ -34,7 +34,7 @@ class Forecast:
             self.measured[size], copied = self.trials.run(size)
             self._copied = max(self._copied, copied)
         except Exception as error:
-            if not isinstance(error, MemoryError) and not self._fails(error):
+            if not self._fails(error):
                 raise
             self.failed.append(size)
 

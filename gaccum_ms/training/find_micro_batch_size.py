@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import mindspore as ms
 from mindspore import nn
 
-from gaccum_ms.backend.out_of_memory import check_test
-from gaccum_ms.backend.out_of_memory import is_out_of_memory as says_out_of_memory
+from gaccum_ms.backend.out_of_memory import check_test, memory_test
 from gaccum_ms.cell import GradAccumulationCell, cell_with_loss
 from gaccum_ms.memory.search import found_size
 from gaccum_ms.memory.trial import Trials
@@ -91,4 +90,4 @@ def find_micro_batch_size(
     check_test(_NAME, is_out_of_memory)
     cell = cell_with_loss(_NAME, cell, loss_fn)
     trials = Trials(_NAME, cell, optimizer, batch, step_on_trial, memory_limit)
-    return found_size(trials, is_out_of_memory or says_out_of_memory)
+    return found_size(trials, memory_test(is_out_of_memory))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 
-from gaccum_ms.backend.out_of_memory import is_out_of_memory
+from gaccum_ms.backend.out_of_memory import memory_test
 from gaccum_ms.backend.snapshot import Snapshot
 from gaccum_ms.backend.user_warnings import warn_user
 from gaccum_ms.memory import search
@@ -46,7 +46,7 @@ class FoundSize(Runner):
         self.runner = runner
         self.split = runner.split
         self._make_step = make_step
-        self._fails = cell.auto.is_out_of_memory or is_out_of_memory
+        self._fails = memory_test(cell.auto.is_out_of_memory)
         self._limit = cell.auto.memory_limit
         self._constants: list[ms.Tensor] | None = None
 
@@ -103,7 +103,7 @@ class FoundSize(Runner):
                 added = self.runner.add(batch)
                 some = bool(added[0].asnumpy().any())  # waits: the error may come after the call
             except Exception as error:
-                if not isinstance(error, MemoryError) and not self._fails(error):
+                if not self._fails(error):
                     raise
                 failed = type(error).__name__
             else:
