@@ -9,6 +9,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from gaccum_ms.checks.arguments import check_positive_finite
+from gaccum_ms.transforms.norms import clipping_factor
 from gaccum_ms.transforms.transform import Transform
 
 _NAME = "AdaptiveGradientClip"
@@ -95,9 +96,7 @@ class AdaptiveGradientClip(Transform):
 
     def clipped(self, gradient, weight):
         largest = ops.maximum(self.norms(weight), ms.Tensor(self.eps, ms.float32)) * self.clipping
-        norms = self.norms(gradient)
-        factor = ops.select(norms <= largest, ops.ones_like(norms), largest / norms)  # NaN too, as in norms.py
-        return (self.rows(gradient) * factor).reshape(gradient.shape)
+        return (self.rows(gradient) * clipping_factor(self.norms(gradient), largest)).reshape(gradient.shape)
 
     def norms(self, tensor):
         """The norm of each unit, shape (units, 1)."""

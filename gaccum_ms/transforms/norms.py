@@ -54,6 +54,10 @@ def square_norm(gradients: tuple[ms.Tensor, ...]) -> ms.Tensor:
 
 def clip_by_norm(gradients: tuple[ms.Tensor, ...], norm: ms.Tensor, max_norm: float) -> tuple[ms.Tensor, ...]:
     """The gradients, scaled down to global norm `max_norm` if `norm` , their own norm, is larger; float32."""
+    return ops.HyperMap()(ops.partial(scale_by, clipping_factor(norm, max_norm)), gradients)
+
+
+def clipping_factor(norm, largest):
+    """The factor that makes a norm the largest one: exactly one if it is not larger, NaN if it is NaN."""
     # Not by `ops.maximum` , whose kernel on CPU takes the other number for NaN, outside of graphs.
-    factor = ops.select(norm <= max_norm, ops.ones_like(norm), max_norm / norm)
-    return ops.HyperMap()(ops.partial(scale_by, factor), gradients)
+    return ops.select(norm <= largest, ops.ones_like(norm), largest / norm)
