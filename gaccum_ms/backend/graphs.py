@@ -53,6 +53,20 @@ def runs_eagerly(jit: bool) -> bool:
 
 
 @contextmanager
+def eagerly() -> Iterator[None]:
+    """Within it, Cells and functions with `mindspore.jit` run eagerly, in graph mode too; no context is switched."""
+    before = os.environ.get("MS_JIT")
+    os.environ["MS_JIT"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MS_JIT"]
+        else:
+            os.environ["MS_JIT"] = before
+
+
+@contextmanager
 def recorded_calls(cell: nn.Cell, jit: bool) -> Iterator[list[nn.Cell]]:
     """Within it, each call of the cell is noted before it begins. How far a compiled one came is not known, so the cell
     is then noted at once."""

@@ -11,11 +11,10 @@ import collections
 import dis
 import functools
 import inspect
-import os
 import random
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import numpy as np
 from mindspore import nn
 
 from gaccum_ms.backend import no_grad
+from gaccum_ms.backend.graphs import eagerly
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.snapshot import CONTAINERS, OF_EVERY_CELL, as_numpy, refill, restore_value
 
@@ -110,7 +110,8 @@ class _Reached:
             return self.iterators
         before, put_back = self.keep()
         try:
-            with _eagerly(), suppress(Exception):  # what cannot run eagerly is judged by what it wrote until then
+            # What cannot run eagerly is judged by what it wrote until then.
+            with eagerly(), no_grad(), suppress(Exception):
                 for size in (1.0, 2.0):
                     run(size)
             changed = [place.name(key) for place, old in before for key in _differences(old, place.read())]
@@ -233,21 +234,6 @@ class _Reached:
     def _add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         """A place of one value."""
         self._places.append(_Place(lambda _: name, lambda: {name: get()}, lambda old: put(old[name])))
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    """Within it, Cells and functions with `mindspore.jit` run eagerly, in graph mode too."""
-    before = os.environ.get("MS_JIT")
-    os.environ["MS_JIT"] = "0"
-    try:
-        with no_grad():
-            yield
-    finally:
-        if before is None:
-            del os.environ["MS_JIT"]
-        else:
-            os.environ["MS_JIT"] = before
 
 
 def _differences(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:

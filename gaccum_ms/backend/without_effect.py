@@ -8,7 +8,6 @@ and all generators of random numbers. What is printed is lost.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
@@ -17,6 +16,7 @@ import mindspore as ms
 from mindspore import nn
 
 from gaccum_ms.backend import kernel_seeds
+from gaccum_ms.backend.graphs import eagerly
 from gaccum_ms.backend.held_cells import held_cells
 from gaccum_ms.backend.pynative_tape import close_tape
 from gaccum_ms.backend.python_state import StateOutside
@@ -48,14 +48,13 @@ def without_effect(
         raise CannotPutBack("it takes from an iterator, which cannot be put back")
     modes = [{name: vars(cell).get(name) for name in _ATTRIBUTES} for cell in cells]
     hooks = [(kept, dict(kept)) for cell in cells for kept in (cell._forward_hook, cell._forward_pre_hook) if kept]
-    seeds, jit = dict(kernel_seeds), os.environ.get("MS_JIT")
+    seeds = dict(kernel_seeds)
     frozen = {key for key, (parameter, _) in before.parameters.items() if not parameter.requires_grad}
 
     def put_back() -> None:
         before.restore_values(frozen)
         outside.restore()
 
-    os.environ["MS_JIT"] = "0"
     try:
         for cell in cells:
             vars(cell).update(requires_grad=False, _is_check_and_refresh=True)
@@ -63,13 +62,9 @@ def without_effect(
             vars(cell)["training"] = False
         for kept, _ in hooks:
             kept.clear()
-        with redirect_stdout(io.StringIO()):
+        with eagerly(), redirect_stdout(io.StringIO()):
             yield put_back
     finally:
-        if jit is None:
-            del os.environ["MS_JIT"]
-        else:
-            os.environ["MS_JIT"] = jit
         close_tape()
         for kept, entries in hooks:
             kept.update(entries)
