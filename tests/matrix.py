@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.mutations import FAULTS, JOBS, LIMIT, PACKAGE, ROOT, Fault, copies, planted, pytest_in, run
+from tests.mutations import FAULTS, JOBS, LIMIT, PACKAGE, PYTEST, ROOT, Fault, about, copies, planted, python_in, run
 
 TABLE = ROOT / "tests" / "matrix.tsv"
 MEASURED = ROOT / "build" / "lines_of_tests"
@@ -133,14 +133,12 @@ class Candidates:
         for test in tests:
             costs[test.partition("::")[0]].append(self.seconds[test])
         mean = {file: sum(seconds) / len(seconds) for file, seconds in costs.items()}
-        names, _, words = fault.tests.partition(" -k ")
-        files = tuple(f"tests/{name}" for name in names.split())
-        named = [test for test in self.seconds if test.startswith(files) and has(test, words.strip("'"))]
+        named = [test for test in self.seconds if test.startswith(fault.paths) and has(test, fault.words)]
         order = {test: place for place, test in enumerate(self.seconds)}
 
         def key(test: str) -> tuple:
             file = test.partition("::")[0]
-            return not test.startswith(files), mean[file], file, order[test]
+            return not test.startswith(fault.paths), mean[file], file, order[test]
 
         return named, sorted(set(tests) - set(named), key=key), HISTORIES in contexts
 
@@ -168,12 +166,11 @@ def few_files(tests: list[str]) -> Iterator[list[str]]:
 
 def results_of(tests: list[str], folder: Path, most: int, seconds: float) -> dict[str, str]:
     """The results of these tests in a copy, until so many have failed, or the time is over."""
-    said, chosen = folder / "said", folder / "chosen"
+    chosen = folder / "chosen"
     chosen.write_text("\n".join(tests))
-    with said.open("w") as file:
-        words = ("-v", f"--maxfail={most}", "-m", "not weekly", f"@{chosen}")
-        pytest_in(folder, *words, seconds=seconds, stdout=file, stderr=subprocess.STDOUT)
-    return dict(re.findall(r"^tests/(\S.*?) (PASSED|FAILED|ERROR)\b", said.read_text(), re.MULTILINE))
+    words = ("-v", f"--maxfail={most}", "-m", "not weekly", f"@{chosen}")
+    _, said = python_in(folder, *PYTEST, *words, seconds=seconds)
+    return dict(re.findall(r"^tests/(\S.*?) (PASSED|FAILED|ERROR)\b", said, re.MULTILINE))
 
 
 def row_of(fault: Fault, folder: Path, candidates: Candidates, limit: float) -> Row:
@@ -193,13 +190,29 @@ def row_of(fault: Fault, folder: Path, candidates: Candidates, limit: float) -> 
             if len(finders()) < ENOUGH and time.monotonic() < until:
                 results |= results_of(chosen, folder, ENOUGH - len(finders()), until - time.monotonic())
         if histories and len(finders()) < ENOUGH and time.monotonic() < until:
-            play = [sys.executable, *f"tests/{HISTORIES}".split()]
-            environment = {**os.environ, "PYTHONPATH": str(folder)}
-            played = subprocess.run(play, cwd=folder, env=environment, capture_output=True)
-            results[HISTORIES] = "FAILED" if played.returncode == 1 else "PASSED"
+            code, _ = python_in(folder, *f"tests/{HISTORIES}".split(), seconds=LIMIT)
+            results[HISTORIES] = "FAILED" if code == 1 else "PASSED"
     covering = len(named or [fault.tests]) + len(others) + histories
     number = checksum(fault, finders(), folder)
     return Row(fault.what, number, covering, len(results), int(limit), finders())
+
+
+def make_rows(faults: list[Fault], rows: dict[str, Row], seconds: float, last: float) -> None:
+    """Make the rows of these faults, and write the table after each. `last` : the time after which none is begun."""
+    candidates, writing = Candidates(), threading.Lock()
+
+    def make(fault: Fault) -> None:
+        if (begin := time.monotonic()) > last:
+            return
+        with lent() as folder:
+            row = row_of(fault, folder, candidates, seconds)
+        with writing:
+            rows[fault.what] = row
+            write_table(rows)
+        print(f"{row.fault}: found by {len(row.finders)} of {row.tried} ({time.monotonic() - begin:.0f} s)", flush=True)
+
+    with copies() as lent, ThreadPoolExecutor(JOBS) as pool:
+        list(pool.map(make, faults))
 
 
 def main() -> None:
@@ -211,32 +224,16 @@ def main() -> None:
     )
     parser.add_argument("--measure", action="store_true", help="run all tests again, for their lines")
     options = parser.parse_args()
-    last, writing = time.monotonic() + 60 * options.minutes, threading.Lock()
     rows = read_table()
     missing = [
         fault
-        for fault in FAULTS
+        for fault in about(options.words)
         if fault.what not in rows or not rows[fault.what].is_valid(fault, options.seconds)
-        if not options.words or any(word in fault.what or word in fault.file for word in options.words)
     ]
     if missing:
         if options.measure or not MEASURED.exists():
             measure()
-        candidates = Candidates()
-
-    def make(fault: Fault) -> None:
-        if time.monotonic() > last:
-            return
-        folder, begin = folders.get(), time.monotonic()
-        row = row_of(fault, folder, candidates, options.seconds)
-        folders.put(folder)
-        with writing:
-            rows[fault.what] = row
-            write_table(rows)
-        print(f"{row.fault}: found by {len(row.finders)} of {row.tried} ({time.monotonic() - begin:.0f} s)", flush=True)
-
-    with copies() as folders, ThreadPoolExecutor(JOBS) as pool:
-        list(pool.map(make, missing))
+        make_rows(missing, rows, options.seconds, time.monotonic() + 60 * options.minutes)
     found = [row.finders for row in rows.values() if row.finders]
     print(
         f"{len(found)} of {len(FAULTS)} faults are found; {len({t for tests in found for t in tests})} tests find them"

@@ -19,10 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "gaccum_ms"
@@ -39,6 +39,16 @@ class Fault(NamedTuple):
     wrong: str
     tests: str
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files, or single tests, that it names."""
+        return tuple(f"tests/{name}" for name in self.tests.partition(" -k ")[0].split())
+
+    @property
+    def words(self) -> str:
+        """The expression after ``-k`` ; empty if there is none."""
+        return self.tests.partition(" -k ")[2].strip("'")
+
 
 def read(file: Path) -> list[Fault]:
     """The faults of a file: for each, the description, the place, the right lines with a minus before them, the wrong
@@ -49,6 +59,11 @@ def read(file: Path) -> list[Fault]:
         right, wrong = ("\n".join(line[1:] for line in change if line[0] == sign) for sign in "-+")
         faults.append(Fault(what, place, right, wrong, tests))
     return faults
+
+
+def about(words: list[str]) -> list[Fault]:
+    """The faults that have one of the words in description or file; without words, all."""
+    return [fault for fault in FAULTS if not words or any(word in fault.what or word in fault.file for word in words)]
 
 
 FAULTS = [fault for file in sorted((ROOT / "tests" / "faults").glob("*.txt")) for fault in read(file)]
@@ -67,28 +82,51 @@ def planted(fault: Fault, folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def copies() -> Iterator[queue.SimpleQueue[Path]]:
-    """Copies of the project, as many as cores."""
+def copies() -> Iterator[Callable[[], contextlib.AbstractContextManager[Path]]]:
+    """As many copies of the project as cores; it yields a function that lends one."""
     ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", "data")
     folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="gaccum_ms_mutations_") as name:
         for number in range(JOBS):
             folders.put(Path(shutil.copytree(ROOT, Path(name, str(number), "project"), ignore=ignored)))
-        yield folders
+
+        @contextlib.contextmanager
+        def lent() -> Iterator[Path]:
+            folder = folders.get()
+            try:
+                yield folder
+            finally:
+                folders.put(folder)
+
+        yield lent
 
 
-def pytest_in(folder: Path, *words: str, seconds: float, **options: Any) -> int | None:
-    """The exit code of pytest in a copy; None if it did not end in time. What its tests started ends with it."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+PYTEST = ("-m", "pytest", "-p", "no:cacheprovider")
+
+
+def python_in(folder: Path, *words: str, seconds: float) -> tuple[int | None, str]:
+    """Run Python in a copy. Returns its exit code, None if it did not end in time, and what it printed. Its process
+    group ends with it."""
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **options) as tests:
-        try:
-            return tests.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(tests.pid, signal.SIGKILL)
+    with (folder / "said").open("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+        with process:
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        said.seek(0)
+        return code, said.read()
 
 
 def run(fault: Fault, folder: Path) -> str:
@@ -96,13 +134,11 @@ def run(fault: Fault, folder: Path) -> str:
     number = (PACKAGE / fault.file).read_text().count(fault.right)
     if number != 1:
         return f"STALE: {fault.file} has its text {number} times"
-    names, _, chosen = fault.tests.partition(" -k ")
-    words = [f"tests/{name}" for name in names.split()] + (["-k", chosen.strip("'")] if chosen else [])
-    with planted(fault, folder), (folder / "said").open("w+") as said:
-        code = pytest_in(folder, "-q", "-x", *words, seconds=LIMIT, stdout=said, stderr=subprocess.STDOUT)
-        said.seek(0)
-        results = {0: "SURVIVES", 1: "found", None: f"NOT FINISHED in {LIMIT} s"}
-        return results.get(code, f"NOT RUN: {said.read()[-600:]}")
+    words = ("-k", fault.words) if fault.words else ()
+    with planted(fault, folder):
+        code, said = python_in(folder, *PYTEST, "-q", "-x", *fault.paths, *words, seconds=LIMIT)
+    results = {0: "SURVIVES", 1: "found", None: f"NOT FINISHED in {LIMIT} s"}
+    return results.get(code, f"NOT RUN: {said[-600:]}")
 
 
 def sample(faults: list[Fault], number: int, seed: int) -> list[Fault]:
@@ -120,23 +156,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="try no fault that would begin later")
     options = parser.parse_args()
-    words = options.words
-    chosen = [fault for fault in FAULTS if not words or any(word in fault.what or word in fault.file for word in words)]
+    chosen = about(options.words)
     chosen = chosen if options.sample is None else sample(chosen, options.sample, options.seed)
     last = time.monotonic() + 60 * options.minutes
 
     def attempt(fault: Fault) -> bool | None:
-        folder, begin = folders.get(), time.monotonic()
-        if begin > last:
-            folders.put(folder)
-            print(f"{fault.what}: NOT TRIED, the time given by --minutes is over", flush=True)
-            return None
-        said = run(fault, folder)
-        folders.put(folder)
+        with lent() as folder:
+            if (begin := time.monotonic()) > last:
+                print(f"{fault.what}: NOT TRIED, the time given by --minutes is over", flush=True)
+                return None
+            said = run(fault, folder)
         print(f"{fault.what}: {said} ({time.monotonic() - begin:.0f} s)", flush=True)
         return said == "found"
 
-    with copies() as folders, ThreadPoolExecutor(JOBS) as pool:
+    with copies() as lent, ThreadPoolExecutor(JOBS) as pool:
         tried = [found for found in pool.map(attempt, chosen) if found is not None]
     print(f"{sum(tried)} of {len(tried)} found")
     return int(not all(tried))

@@ -25,13 +25,11 @@ def test_each_fault_names_a_test_and_nearly_all_a_test_that_runs_at_each_commit(
     spread = next(plugin for plugin in request.config.pluginmanager.get_plugins() if isinstance(plugin, Spread))
     unknown = []
     for fault in FAULTS:
-        paths, _, words = fault.tests.partition(" -k ")
-        expression = Expression.compile(words.strip("'")) if words else None
-        files = tuple(f"tests/{path}" for path in paths.split())
-        if set(files) <= set(spread.skipped_files):
+        expression = Expression.compile(fault.words) if fault.words else None
+        if set(fault.paths) <= set(spread.skipped_files):
             continue
         if not any(
-            item.nodeid.startswith(files)
+            item.nodeid.startswith(fault.paths)
             and (expression is None or expression.evaluate(KeywordMatcher.from_item(item)))
             for item in request.session.items
         ):
