@@ -3,18 +3,21 @@
     python tests/histories.py --minutes 30              histories of all kinds, one after another
     python tests/histories.py --seed 17 --ranks 2       one history, as a difference prints it
 
-A history is made from its seed alone. After each call everything that the step shows (outputs, weights, the optimizer's
-state, records) is compared with what support/history_oracle.py expects from the state before the call. So each
-comparison is of one step, and rounding errors do not add up. Histories run in processes of their own
-(support/ranks.py), because a fault of MindSpore may end a process.
+A history is made from its seed alone, and each of its calls from the seed and its number. After each call everything
+that the step shows (outputs, weights, the optimizer's state, records) is compared with what support/history_oracle.py
+expects from the state before the call. So each comparison is of one step, and rounding errors do not add up. A history
+that is played by itself and differs is shrunk: options and calls without which it still differs are left out. Histories
+run in processes of their own (support/ranks.py), because a fault of MindSpore may end a process.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import pickle
+import re
 import sys
 import tempfile
 import time
@@ -34,6 +37,7 @@ from gaccum_ms import resume
 from gaccum_ms.backend.parameters import overwrite
 from tests.support import environment
 from tests.support.history_oracle import (
+    DISPENSABLE,
     OWN,
     Expected,
     Inputs,
@@ -97,15 +101,17 @@ class History:
         folder: Path | None = None,
         segment: int = 0,
         setup: Setup | None = None,
+        without: Sequence[str] = (),
     ):
         self.seed, self.ranks, self.rank, self.folder, self.segment = seed, ranks, rank, folder, segment
         self.random = np.random.default_rng([seed, segment])
+        self.without, self.call_name = without, ""
         self.log: list[str] = []
         self.made = 0
         # In graph mode, what is compiled serves four histories.
         of_setup = np.random.default_rng(seed if mode == "pynative" else [seed // 4, 1])
         ms.set_context(mode=MODES["graph" if mode == "graph" else "pynative"])
-        self.setup = setup or random_setup(of_setup, mode, ranks)
+        self.setup = setup or random_setup(of_setup, mode, ranks).without(without)
         if ranks > 1:
             ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=self.setup.gradients_mean)
         self.lengths = [2, 5] if self.setup.mode != "pynative" else list(range(1, 9))
@@ -121,6 +127,9 @@ class History:
         self.trainer, self.network = trainer_for(setup, self.seed + 1000 * self.made, self.made)
         self.made += 1
         self.spans = setup.accumulator or self.trainer.spans_batches
+
+    def note(self, text: str) -> None:
+        self.log.append(f"{self.call_name} {text}")
 
     # -- comparing -----------------------------------------------------------------------------------------------------
 
@@ -222,7 +231,7 @@ class History:
         """Train on a batch."""
         batches = self.batches()
         lengths = [len(batch[0]) for batch in batches]
-        self.log.append(f"train {lengths}" + (self.poison(batches) if spoilt else ""))
+        self.note(f"train {lengths}" + (self.poison(batches) if spoilt else ""))
         self.train_on(batches)
 
     def train_on(self, batches: Sequence[Inputs | None]) -> None:
@@ -254,13 +263,13 @@ class History:
         ranks = range(self.ranks) if self.random.random() < 0.5 or self.setup.accumulator else [0]
         for rank in ranks:
             batches[rank][-1][int(self.random.integers(len(batches[rank][0])))] = value
-        self.log.append(f"train {[len(batch[0]) for batch in batches]}, a count of {value} on ranks {list(ranks)}")
+        self.note(f"train {[len(batch[0]) for batch in batches]}, a count of {value} on ranks {list(ranks)}")
         return self.train_on(batches)
 
     def train_but_on_one_rank(self) -> None:
         batches = self.batches()
         absent = int(self.random.integers(self.ranks))
-        self.log.append(f"train {[len(batch[0]) for batch in batches]}, but not on rank {absent}")
+        self.note(f"train {[len(batch[0]) for batch in batches]}, but not on rank {absent}")
         self.train_on([None if rank == absent else batch for rank, batch in enumerate(batches)])
 
     def flush(self) -> None:
@@ -268,7 +277,7 @@ class History:
         begun = 0 < len(self.oracle.windows[0]) < self.oracle.steps - 1
         if self.ranks > 1 and self.random.random() < 0.5 and begun:
             self.train_but_on_one_rank()
-        self.log.append("flush")
+        self.note("flush")
         before = self.state()
         expected = Expected(dict(before), outputs={"updated": False})
         if self.spans and self.oracle.position:
@@ -281,7 +290,7 @@ class History:
         steps = int(self.random.integers(1, 4))
         if not self.spans and steps > 1 and (self.trainer.run_record.begun or len(self.setup.counts) > 1):
             return
-        self.log.append(f"set_accumulation_steps({steps})")
+        self.note(f"set_accumulation_steps({steps})")
         before = self.state()
         self.trainer.set_accumulation_steps(steps)
         unknown = set() if self.spans == (self.spans or steps > 1) else RECORDS  # they are new
@@ -295,7 +304,7 @@ class History:
         if self.setup.scale is None or (self.oracle.position and self.setup.accumulator):
             return
         scale = float(2 ** self.random.integers(0, 6))
-        self.log.append(f"set_sense_scale({scale})")
+        self.note(f"set_sense_scale({scale})")
         before = self.state()
         self.trainer.set_sense_scale(Tensor(np.full(self.trainer.scale_sense.shape, scale), ms.float32))
         self.check(before, Expected(before | {OWN + "scale_sense": np.array(scale)}), {})
@@ -303,7 +312,7 @@ class History:
     def write(self) -> None:
         """Write weights from outside."""
         way = str(self.random.choice(["set_data", "load_param_into_net", "assign"]))
-        self.log.append(f"write the weights by {way}")
+        self.note(f"write the weights by {way}")
         before, new = self.state(), {}
         for weight in self.network.trainable_params():
             new[weight.name] = (self.random.normal(size=weight.shape) * 0.5).astype(np.float32)
@@ -326,7 +335,7 @@ class History:
         """Evaluate, and train another step on one rank: nothing changes here."""
         if not self.eager:
             return
-        self.log.append("evaluate, and train another step")
+        self.note("evaluate, and train another step")
         before = self.state()
         if not self.setup.accumulator:
             self.network.set_train(False)
@@ -343,13 +352,13 @@ class History:
             return
         before = self.state()
         if self.random.random() < 0.4:
-            self.log.append("write an average")
+            self.note("write an average")
             name = str(self.random.choice(self.oracle.names))
             value = self.random.normal(size=before[name].shape).astype(np.float32)
             averages = {one.name: one for one in self.trainer.get_parameters()}
             averages[OWN + "average." + name].set_data(Tensor(value))
             before[OWN + "average." + name] = value.astype(np.float64)
-        self.log.append("averaged_weights()")
+        self.note("averaged_weights()")
         with self.trainer.averaged_weights():
             self.check(before, Expected(before | {name: begun_average(before, name) for name in self.oracle.names}), {})
             try:
@@ -363,7 +372,7 @@ class History:
     def clear(self) -> None:
         if not self.setup.accumulator:
             return
-        self.log.append("clear")
+        self.note("clear")
         before = self.state()
         self.trainer.clear()
         self.oracle.clear()
@@ -372,13 +381,13 @@ class History:
     def no_update(self) -> None:
         if not self.setup.accumulator:
             return
-        self.log.append("no_update:")
+        self.note("no_update:")
         self.oracle.held = True
         with self.trainer.no_update():
             for _ in range(int(self.random.integers(1, 4))):
                 self.train()
         self.oracle.held = False
-        self.log.append("end of no_update")
+        self.note("end of no_update")
 
     def error(self) -> None:
         """An error in the middle of a batch or a flush; then training goes on."""
@@ -398,7 +407,7 @@ class History:
         batches = self.batches()
         for batch in batches:  # the first micro-batch counts something, and runs, on each rank
             batch[-1].flat[0] = 1
-        self.log.append(f"{type(error).__name__} in {place} of " + ("a flush" if flushes else "a batch"))
+        self.note(f"{type(error).__name__} in {place} of " + ("a flush" if flushes else "a batch"))
         before = self.state()
         windows = [list(window) for window in self.oracle.windows]
         position, rounding = self.oracle.position, self.oracle.rounding
@@ -455,7 +464,7 @@ class History:
         ms.save_checkpoint(self.trainer, str(self.file(self.rank)))
         if self.eager:
             setup = self.varied()
-        self.log.append(f"save, and resume with {setup}")
+        self.note(f"save, and resume with {setup}")
         file, saved = self.file(self.rank), before
         self.go_on(setup, file, saved)
 
@@ -511,7 +520,7 @@ class History:
         seen = saved[OWN + "batch_count"] * ranks // self.ranks
         self.oracle.on(self.ranks)
         saved |= {OWN + "batch_count": seen, OWN + "window_position": np.array(self.oracle.position)}
-        self.log.append(f"resume on {self.ranks} ranks, after {ranks}")
+        self.note(f"resume on {self.ranks} ranks, after {ranks}")
         self.go_on(last["setup"], last["files"], saved)
 
     # -- all of it -----------------------------------------------------------------------------------------------------
@@ -534,8 +543,12 @@ class History:
 
     def any_actions(self, calls: int) -> Iterator[str]:
         chances = np.array(list(self.ACTIONS.values()))
-        for _ in range(calls):
-            yield str(self.random.choice(list(self.ACTIONS), p=chances / chances.sum()))
+        for number in range(calls):  # each has random numbers of its own, so that one can be left out
+            self.random = np.random.default_rng([self.seed, self.segment, number])
+            self.call_name = f"{self.segment}.{number}"
+            action = str(self.random.choice(list(self.ACTIONS), p=chances / chances.sum()))
+            if self.call_name not in self.without:
+                yield action
             if self.is_over():
                 return
 
@@ -554,8 +567,8 @@ class History:
             raise Difference("another rank found a difference")
 
     def report(self, error: BaseException) -> str:
-        what = f"{type(error).__name__}: {error}" if not isinstance(error, Difference) else str(error)
-        return "\n".join([f"{self.setup}", *(f"    {line}" for line in self.log), f"rank {self.rank}: {what}"])
+        what = f"rank {self.rank}: {type(error).__name__}: {error}"
+        return "\n".join([f"{self.setup}", *(f"    {line}" for line in self.log), what])
 
 
 def play(
@@ -566,14 +579,15 @@ def play(
     folder: Path | None = None,
     segment: int = 0,
     calls: int = 14,
+    without: Sequence[str] = (),
 ) -> str:
     """Play a segment of a history; returns "", or the difference that it found."""
     if folder is None:
         with tempfile.TemporaryDirectory() as name:
-            return play(seed, mode, ranks, rank, Path(name), segment, calls)
+            return play(seed, mode, ranks, rank, Path(name), segment, calls, without)
     Bomb.place = None
     kept = [folder / f"history{seed}.{number}" for number in range(3)]
-    history = History(seed, mode, ranks, rank, folder, segment)
+    history = History(seed, mode, ranks, rank, folder, segment, without=without)
     try:
         with np.errstate(all="ignore"):
             if segment:
@@ -592,14 +606,16 @@ def play(
 
 
 class Cases(dict):
-    """The cases of rank_that_stays.py: "SEED MODE RANKS SEGMENT" plays a segment; the result is its report."""
+    """The cases of rank_that_stays.py: "SEED MODE RANKS SEGMENT WITHOUT..." plays a segment; the result is its
+    report."""
 
     def __missing__(self, case: str) -> Callable[[Path], dict[str, np.ndarray]]:
-        seed, mode, ranks, segment = case.split()
+        seed, mode, ranks, segment, *without = case.split()
 
         def function(folder: Path) -> dict[str, np.ndarray]:
             rank = get_rank() if int(ranks) > 1 else 0
-            return {"report": np.array(play(int(seed), mode, int(ranks), rank, folder, int(segment)))}
+            report = play(int(seed), mode, int(ranks), rank, folder, int(segment), without=without)
+            return {"report": np.array(report)}
 
         return function
 
@@ -607,12 +623,13 @@ class Cases(dict):
 CASES = Cases()
 
 
-def tell(seed: int, mode: str, most: int, pools: Mapping[int, Ranks], folder: Path) -> str:
-    """Play a whole history; returns "", or the first difference."""
+def tell(seed: int, mode: str, most: int, pools: Mapping[int, Ranks], folder: Path, without: Sequence[str]) -> str:
+    """Play a whole history without these options and calls; returns "", or the first difference."""
     before, further = [], np.random.default_rng([seed, 7]).integers(1, most + 1, 2).tolist()
     for segment, ranks in enumerate([most, *(further if most > 1 else [])]):
         try:
-            results = pools[ranks].run("tests.histories", f"{seed} {mode} {ranks} {segment}", folder)
+            case = " ".join([f"{seed} {mode} {ranks} {segment}", *without])
+            results = pools[ranks].run("tests.histories", case, folder)
             reports = [str(one["report"]) for one in results]
         except AssertionError as error:  # a rank ended, or did not answer in time
             reports = [str(error)[-3000:]]
@@ -621,19 +638,36 @@ def tell(seed: int, mode: str, most: int, pools: Mapping[int, Ranks], folder: Pa
                 pools[ranks]._end()
             first, *others = filter(None, reports)
             said = "\n".join([first, *(other.rpartition("\n")[2] for other in others)])
-            line = f"python tests/histories.py --seed {seed} --mode {mode} --ranks {most}"
+            line = " ".join([f"python tests/histories.py --seed {seed} --mode {mode} --ranks {most}", *without])
             return "\n".join([f"DIFFERENCE, segment {segment} on {ranks} ranks; {line}", *before, said])
         before.append(f"(segment {segment} on {ranks} ranks: no difference)")
     return ""
+
+
+def shrunk(report: str, without: Sequence[str], again: Callable[[Sequence[str]], str]) -> str:
+    """The report of a shorter history that ends as this one does. `again` plays it without these options and calls."""
+
+    def end(report: str) -> str:
+        return "".join(re.findall(r"^rank \d: (\w+):", report, re.MULTILINE)[:1])
+
+    options = [name for name in DISPENSABLE if f"{name}=" in report]
+    links = re.findall(r"\('(\w+)'", report.partition("transforms=")[2])
+    calls = re.findall(r"^    (\d+\.\d+) ", report, re.MULTILINE)
+    for name in dict.fromkeys([*options, *links, *reversed(calls)]):
+        shorter = again([*without, name])
+        if end(shorter) == end(report) != "":
+            without, report = [*without, name], shorter
+    return report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/histories.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to begin new histories")
     parser.add_argument("--first", type=int, default=None, help="the first seed; by default a random one")
-    parser.add_argument("--seed", type=int, default=None, help="play this history alone")
+    parser.add_argument("--seed", type=int, default=None, help="play this history alone, and shrink it if it differs")
     parser.add_argument("--mode", choices=list(MODES), default=None, help="by default every fifth history is of graphs")
     parser.add_argument("--ranks", type=int, choices=(1, 2, 3), default=1, help="the largest number of ranks")
+    parser.add_argument("without", nargs="*", help="options that are left out, and calls, such as noise 0.3")
     options = parser.parse_args()
     first = options.first if options.first is not None else int(time.time()) % 10**6
     seeds = itertools.count(first) if options.seed is None else [options.seed]
@@ -648,8 +682,11 @@ def main() -> int:
             if time.monotonic() > end:
                 break
             mode = options.mode or ("graph" if seed // 4 % 5 == 4 else "pynative")
-            report = tell(seed, mode, options.ranks, pools, Path(name))
+            again = functools.partial(tell, seed, mode, options.ranks, pools, Path(name))
+            report = again(options.without)
             played += 1
+            if report and options.seed is not None:
+                report = shrunk(report, options.without, again)
             if report:
                 different.append(seed)
                 print(report + "\n", flush=True)

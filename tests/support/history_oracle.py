@@ -7,8 +7,8 @@ It uses no code of the project, and is written by what the documentation says. A
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mindspore as ms
@@ -34,6 +34,9 @@ LOSSES: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "two masked": ("mean", ("mask", None)),
     "two sums": ("sum", ("mask", "rows")),
 }
+# Options of a Setup that go with all others when they have their defaults.
+DISPENSABLE = ("steps", "shared", "loss_weights", "min_count", "max_norm", "dtype", "compensated", "drops", "noise")
+DISPENSABLE += ("aux", "scale", "optimizer", "rates", "decay", "gradients_mean")
 EPSILON = {"float32": 1e-7, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -69,6 +72,12 @@ class Setup:
     def __str__(self) -> str:
         default = Setup()
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(default, name))
+
+    def without(self, names: Collection[str]) -> Setup:
+        """The set-up with the defaults of these options, and without the transforms of these names."""
+        default = {name: getattr(Setup(), name) for name in names if name in DISPENSABLE}
+        transforms = tuple(link for link in self.transforms if link[0] not in names)
+        return replace(self, transforms=transforms, **default)
 
     @property
     def reduction(self) -> str:
