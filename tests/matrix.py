@@ -189,7 +189,7 @@ def row_of(fault: Fault, folder: Path, candidates: Candidates, limit: float) -> 
         for chosen in few_files(others):
             if len(finders()) < ENOUGH and time.monotonic() < until:
                 results |= results_of(chosen, folder, ENOUGH - len(finders()), until - time.monotonic())
-        if histories and len(finders()) < ENOUGH and time.monotonic() < until:
+        if histories and len(finders()) < ENOUGH:
             code, _ = python_in(folder, *f"tests/{HISTORIES}".split(), seconds=LIMIT)
             results[HISTORIES] = "FAILED" if code == 1 else "PASSED"
     covering = len(named or [fault.tests]) + len(others) + histories
