@@ -4,8 +4,8 @@ lines. ``python tests/matrix.py [--minutes 60] [words]`` makes what is missing o
 First all tests run once, and note which lines each runs (`support/lines_of_tests.py`). Then each fault is planted in a
 copy of the project. The tests that the fault names run first, then those whose coverage has a line of the fault: the
 others of these files, which share what they compile, and then from the files whose tests are cheapest, until three have
-found it; at last a minute of random histories. The tests that a fault does not name have two minutes, so that 350 take
-at most six hours on two cores.
+found it; at last a minute of random histories. The tests that a fault does not name have two minutes: 350 faults took
+some three hours on two cores.
 
 A row is made anew when the file of the fault, the fault, or a file of the tests that found it has changed; and where
 fewer than three tests found it, not all were tried, and it had fewer seconds.
